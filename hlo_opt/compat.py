@@ -1,0 +1,61 @@
+"""Every use of a private JAX or jaxlib API, with the differences between versions.
+
+Nothing else in the project may import `jax._src` or `jaxlib.mlir._mlir_libs`. Importing this
+module imports neither `jax` nor any part of it: each function imports what it needs, so that the
+driver starts without paying for `import jax`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
+
+_ONE_ADD = """func.func @f(%a: tensor<f32>) -> tensor<f32> {
+  %0 = stablehlo.add %a, %a : tensor<f32>
+  return %0 : tensor<f32>
+}"""
+
+_passes_registered = False
+
+
+def register_passes() -> None:
+    """Registers StableHLO's C++ passes beside the ones jaxlib registers by itself; idempotent."""
+    global _passes_registered
+    if not _passes_registered:
+        stablehlo.register_stablehlo_passes()
+        _passes_registered = True
+
+
+def new_context() -> ir.Context:
+    """Returns a fresh MLIR context with every dialect we read loaded, `quant` included."""
+    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+
+    register_passes()
+    context = ir.Context()
+    registry = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(registry)
+    context.append_dialect_registry(registry)
+    for register in (
+        chlo.register_dialect,
+        stablehlo.register_dialect,
+        sdy.register_dialect,
+        mhlo.register_mhlo_dialect,
+    ):
+        register(context)
+    context.load_all_available_dialects()
+    # No binding loads `quant`; a pass that depends on it does, once it has a function to run on.
+    with context, ir.Location.unknown():
+        module = ir.Module.parse(_ONE_ADD)
+        passmanager.PassManager.parse("builtin.module(vhlo-legalize-to-stablehlo)").run(
+            module.operation
+        )
+    return context
+
+
+def rewrite() -> ModuleType:
+    """MLIR's greedy rewrite driver (`RewritePatternSet` and friends); it has no public name."""
+    from jaxlib.mlir._mlir_libs import _mlir
+
+    return _mlir.rewrite

@@ -1,0 +1,95 @@
+"""Reading, writing and moving whole modules.
+
+The format of an input is detected from its first bytes, never from a file name.
+"""
+
+from __future__ import annotations
+
+import io
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+from jaxlib.mlir import ir
+
+from hlo_opt import compat
+from hlo_opt.errors import HloOptError
+
+BYTECODE_MAGIC = b"ML\xefR"
+
+
+class Format(Enum):
+    """What a module can be written as."""
+
+    MLIR = "mlir"
+    BYTECODE = "bytecode"
+
+
+@cache
+def context() -> ir.Context:
+    """The process's shared context, every dialect loaded."""
+    return compat.new_context()
+
+
+def first_diagnostic(error: ir.MLIRError, file_name: str) -> HloOptError:
+    """Turns MLIR's multi-line error into one line with the place it speaks of."""
+    for diagnostic in error.error_diagnostics:
+        place = str(diagnostic.location).removeprefix("loc(").removesuffix(")").replace('"', "")
+        location = file_name if place == "unknown" else place.replace("-:", f"{file_name}:", 1)
+        return HloOptError("error: " + diagnostic.message.splitlines()[0], location=location)
+    return HloOptError(f"error: {error.message}", location=file_name)
+
+
+def parse(
+    source: str | bytes, *, file_name: str = "-", into: ir.Context | None = None
+) -> ir.Module:
+    """Parses MLIR text or bytecode and verifies the module.
+
+    Args:
+      source: text or bytes; the format is detected from the content.
+      file_name: what error messages call the input. Locations of text say `-`, MLIR's own name
+        for a buffer.
+      into: the context to parse into; the shared one by default.
+
+    Raises:
+      HloOptError: the input is not a valid module.
+    """
+    ctx = into if into is not None else context()
+    data = source.encode() if isinstance(source, str) else source
+    with ctx, ir.Location.unknown():
+        try:
+            module = ir.Module.parse(data if data.startswith(BYTECODE_MAGIC) else data.decode())
+            module.operation.verify()
+        except ir.MLIRError as error:
+            raise first_diagnostic(error, file_name) from None
+        except UnicodeDecodeError:
+            raise HloOptError(
+                "error: neither MLIR text nor MLIR bytecode", location=file_name
+            ) from None
+    return module
+
+
+def read(path: str | Path) -> ir.Module:
+    """Reads a module from a file. Raises `HloOptError` when it cannot be read or parsed."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise HloOptError(
+            f"error: cannot open input file: {error.strerror}", location=str(path)
+        ) from None
+    return parse(data, file_name=str(path))
+
+
+def serialize(module: ir.Module, format: Format = Format.MLIR) -> bytes:
+    """The module as bytecode or as text (UTF-8, one trailing newline)."""
+    if format is Format.BYTECODE:
+        buffer = io.BytesIO()
+        module.operation.write_bytecode(buffer)
+        return buffer.getvalue()
+    return str(module.operation.get_asm()).rstrip("\n").encode() + b"\n"
+
+
+def clone_into(module: ir.Module, target: ir.Context) -> ir.Module:
+    """Copies a module into another context by bytecode (the only safe way across contexts)."""
+    with target, ir.Location.unknown():
+        return ir.Module.parse(serialize(module, Format.BYTECODE))
