@@ -59,3 +59,16 @@ def rewrite() -> ModuleType:
     from jaxlib.mlir._mlir_libs import _mlir
 
     return _mlir.rewrite
+
+
+def inline_call(call: ir.Operation, callee: ir.Operation) -> None:
+    """Replaces a `func.call` by the body of its one-block callee (MLIR's `inline` pass does not:
+    jaxlib registers no inliner interface for these dialects)."""
+    from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+
+    # Without an active context this function crashes the process.
+    with callee.context, ir.Location.unknown(), ir.InsertionPoint(call):
+        results = _jax_mlir_ext.inlined_func_call(callee, list(call.operands), call.location)
+    for old, new in zip(call.results, results, strict=True):
+        old.replace_all_uses_with(new)
+    call.erase()

@@ -93,7 +93,7 @@ def function_of(op: ir.Operation | ir.OpView) -> str:
 def source_location(location: ir.Location) -> str:
     """The innermost `file:line` a location speaks of, or an empty string."""
     if isinstance(location, ir.FileLineColLoc):
-        return f"{location.filename.value}:{location.start_line}"
+        return f"{location.filename}:{location.start_line}"
     if isinstance(location, ir.NameLoc):
         return source_location(location.child_loc)
     if isinstance(location, ir.CallSiteLoc):

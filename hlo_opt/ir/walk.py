@@ -1,0 +1,117 @@
+"""Small questions about ops and values that patterns and passes ask all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxlib.mlir import ir
+
+
+def defining_op(value: ir.Value) -> ir.Operation | None:
+    """The op that produces `value`, or None for a block argument."""
+    owner = value.owner
+    return None if isinstance(owner, ir.Block) else owner.operation
+
+
+def functions(module: ir.Module) -> Iterator[ir.Operation]:
+    """The module's functions in order."""
+    for op in module.body.operations:
+        if op.operation.name == "func.func":
+            yield op.operation
+
+
+def symbol_name(function: ir.Operation) -> str:
+    """The name of a function."""
+    return ir.StringAttr(function.attributes["sym_name"]).value
+
+
+def blocks(op: ir.Operation) -> Iterator[ir.Block]:
+    """Every block nested in `op`, outer blocks first. Reduction bodies and the like included."""
+    for region in op.regions:
+        for block in region.blocks:
+            yield block
+            for inner in block.operations:
+                if len(inner.operation.regions):
+                    yield from blocks(inner.operation)
+
+
+def splat(value: ir.Value) -> float | int | None:
+    """The scalar a constant (or a broadcast of one) repeats, or None."""
+    op = defining_op(value)
+    while op is not None and op.name in ("stablehlo.broadcast_in_dim", "stablehlo.reshape"):
+        op = defining_op(op.operands[0])
+    attribute = splat_attribute(op) if op is not None else None
+    return scalar(attribute.get_splat_value()) if attribute is not None else None
+
+
+def splat_attribute(op: ir.Operation) -> ir.DenseElementsAttr | None:
+    """The value of a `stablehlo.constant` that repeats one float or integer, or None."""
+    # The bindings cannot even look at complex or quantized constants.
+    if op.name != "stablehlo.constant" or not isinstance(
+        element_type(op.results[0]), ir.FloatType | ir.IntegerType
+    ):
+        return None
+    attribute = op.attributes["value"]
+    if isinstance(attribute, ir.DenseElementsAttr) and attribute.is_splat:
+        return attribute
+    return None
+
+
+def element_type(value: ir.Value) -> ir.Type | None:
+    """The element type of a ranked tensor value; None for tokens, tuples and the like."""
+    type_ = value.type
+    return type_.element_type if isinstance(type_, ir.RankedTensorType) else None
+
+
+def scalar(attribute: ir.Attribute) -> float | int | None:
+    """The Python number in a float or integer attribute, or None."""
+    if isinstance(attribute, ir.FloatAttr | ir.IntegerAttr | ir.BoolAttr):
+        return attribute.value
+    return None
+
+
+def reduction(op: ir.Operation) -> tuple[str, list[int]] | None:
+    """The combining op's name and the dimensions of a one-input `stablehlo.reduce`, or None."""
+    if op.name != "stablehlo.reduce" or len(op.operands) != 2:
+        return None
+    body = list(op.regions[0].blocks[0].operations)
+    if len(body) != 2:
+        return None
+    combine, arguments = body[0].operation, op.regions[0].blocks[0].arguments
+    operands = list(combine.operands)
+    if operands not in ([arguments[0], arguments[1]], [arguments[1], arguments[0]]):
+        return None
+    if list(body[1].operation.operands) != list(combine.results):
+        return None
+    return combine.name, list(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+
+
+def decomposition_names(module: ir.Module) -> set[str]:
+    """Names of functions that some composite refers to: its decomposition and its attributes."""
+    names: set[str] = set()
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.composite":
+            names.add(ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value)
+            for attribute in ir.DictAttr(op.attributes["composite_attributes"]):
+                if isinstance(attribute.attr, ir.FlatSymbolRefAttr):
+                    names.add(attribute.attr.value)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return names
+
+
+def exponentials(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
+    """Every `stablehlo.exponential` outside the functions named in `skip`, in program order."""
+    found: list[ir.Operation] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "func.func" and symbol_name(op) in skip:
+            return ir.WalkResult.SKIP
+        if op.name == "stablehlo.exponential":
+            found.append(op.operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found

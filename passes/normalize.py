@@ -1,0 +1,178 @@
+"""`normalize`: inlines helpers and folds what hides structure from the patterns."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import stablehlo
+
+from hlo_opt.ir.inline import inline_calls
+from hlo_opt.ir.walk import defining_op, element_type, splat, splat_attribute
+from hlo_opt.pipeline import Pass, PassContext, register_pass
+from hlo_opt.rewrite import Rewrite, apply_greedily
+
+
+# Helpers of models (`_where`, `silu`, attention in pieces) are smaller, whole layers are larger.
+LARGEST_INLINED = 256
+
+
+@register_pass("normalize")
+@dataclass(frozen=True)
+class Normalize(Pass):
+    """Inlines functions, folds constants and identities, removes duplicate and dead code."""
+
+    def run(self, module: ir.Module, ctx: PassContext) -> None:
+        inline_calls(module, LARGEST_INLINED)
+        apply_greedily(module, REWRITES)
+        _run_cxx(module, "cse,symbol-dce")
+
+
+def _run_cxx(module: ir.Module, passes: str) -> None:
+    with module.context:
+        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+
+
+def _splat_of(type_: ir.Type, number: float | int) -> ir.Value:
+    element = ir.RankedTensorType(type_).element_type
+    if isinstance(element, ir.IntegerType):
+        attribute: ir.Attribute = ir.IntegerAttr.get(element, int(number))
+    else:
+        attribute = ir.FloatAttr.get(element, float(number))
+    return stablehlo.constant(ir.DenseElementsAttr.get_splat(type_, attribute))
+
+
+def _is_static(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.RankedTensorType) and value.type.has_static_shape
+
+
+def _is_float(value: ir.Value) -> bool:
+    return isinstance(element_type(value), ir.FloatType)
+
+
+def _is_bool(value: ir.Value) -> bool:
+    element = element_type(value)
+    return isinstance(element, ir.IntegerType) and element.width == 1
+
+
+def broadcast_of_splat(op: ir.Operation) -> ir.Value | None:
+    """A broadcast (or reshape) of a constant is that constant, larger."""
+    source = defining_op(op.operands[0])
+    value = splat_attribute(source) if source is not None else None
+    if value is None or not _is_static(op.results[0]):
+        return None
+    return stablehlo.constant(
+        ir.DenseElementsAttr.get_splat(op.results[0].type, value.get_splat_value())
+    )
+
+
+def same_type(op: ir.Operation) -> ir.Value | None:
+    """`convert`, `reshape`, `broadcast_in_dim` and `transpose` that change nothing."""
+    operand = op.operands[0]
+    if operand.type != op.results[0].type:
+        return None
+    order = {
+        "stablehlo.transpose": "permutation",
+        "stablehlo.broadcast_in_dim": "broadcast_dimensions",
+    }
+    if op.name in order:
+        dims = list(ir.DenseI64ArrayAttr(op.attributes[order[op.name]]))
+        if dims != list(range(len(dims))):
+            return None
+    return operand
+
+
+def convert_of_splat(op: ir.Operation) -> ir.Value | None:
+    """A converted integer or Boolean constant, where the conversion is exact."""
+    number = splat(op.operands[0])
+    if number is None or not _is_static(op.results[0]) or _is_float(op.operands[0]):
+        return None
+    if _is_bool(op.results[0]):
+        return _splat_of(op.results[0].type, int(number != 0))
+    exact = isinstance(element_type(op.results[0]), ir.FloatType | ir.IntegerType)
+    return _splat_of(op.results[0].type, number) if exact and 0 <= number <= 127 else None
+
+
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "EQ": operator.eq,
+    "NE": operator.ne,
+    "GE": operator.ge,
+    "GT": operator.gt,
+    "LE": operator.le,
+    "LT": operator.lt,
+}
+
+
+def compare_of_splats(op: ir.Operation) -> ir.Value | None:
+    """A comparison of two constants."""
+    left, right = splat(op.operands[0]), splat(op.operands[1])
+    if left is None or right is None or not _is_static(op.results[0]):
+        return None
+    direction = str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
+    return _splat_of(op.results[0].type, int(_COMPARE[direction](left, right)))
+
+
+def _commuted(op: ir.Operation) -> list[tuple[ir.Value, float | int | None]]:
+    left, right = op.operands[0], op.operands[1]
+    return [(left, splat(right)), (right, splat(left))]
+
+
+def and_or_with_splat(op: ir.Operation) -> ir.Value | None:
+    """Boolean `and`/`or` with a constant, or of a value with itself."""
+    if not _is_bool(op.results[0]):
+        return None
+    neutral = op.name == "stablehlo.and"
+    if op.operands[0] == op.operands[1]:
+        return op.operands[0]
+    for other, number in _commuted(op):
+        if number is not None:
+            return other if bool(number) == neutral else _splat_of(op.results[0].type, not neutral)
+    return None
+
+
+def not_of_splat(op: ir.Operation) -> ir.Value | None:
+    """Boolean `not` of a constant."""
+    number = splat(op.operands[0])
+    if number is None or not _is_bool(op.results[0]) or not _is_static(op.results[0]):
+        return None
+    return _splat_of(op.results[0].type, not number)
+
+
+def select_of_splat(op: ir.Operation) -> ir.Value | None:
+    """A select whose predicate is constant."""
+    predicate = splat(op.operands[0])
+    if predicate is None:
+        return None
+    return op.operands[1] if predicate else op.operands[2]
+
+
+def times_one(op: ir.Operation) -> ir.Value | None:
+    """`x * 1`, exact in every type."""
+    return next((other for other, number in _commuted(op) if number == 1), None)
+
+
+def maximum_with_lowest(op: ir.Operation) -> ir.Value | None:
+    """`max(x, -inf)`, which also passes NaN through."""
+    if not _is_float(op.results[0]):
+        return None
+    return next((other for other, number in _commuted(op) if number == float("-inf")), None)
+
+
+REWRITES: list[tuple[str, Rewrite]] = [
+    ("stablehlo.broadcast_in_dim", broadcast_of_splat),
+    ("stablehlo.broadcast_in_dim", same_type),
+    ("stablehlo.reshape", broadcast_of_splat),
+    ("stablehlo.reshape", same_type),
+    ("stablehlo.transpose", same_type),
+    ("stablehlo.convert", same_type),
+    ("stablehlo.convert", convert_of_splat),
+    ("stablehlo.compare", compare_of_splats),
+    ("stablehlo.and", and_or_with_splat),
+    ("stablehlo.or", and_or_with_splat),
+    ("stablehlo.not", not_of_splat),
+    ("stablehlo.select", select_of_splat),
+    ("stablehlo.multiply", times_one),
+    ("stablehlo.maximum", maximum_with_lowest),
+]

@@ -1,0 +1,163 @@
+"""`raise-attention`: outlines softmax attention into `hlo_opt.attention` composites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxlib.mlir import ir
+
+from hlo_opt.ir.outline import Outliner
+from hlo_opt.ir.scalar import (
+    FunctionEmitter,
+    Position,
+    binary,
+    constant,
+    convert,
+    elements,
+    nodes,
+    tensor0,
+    widen,
+)
+from hlo_opt.ir.walk import decomposition_names, element_type, exponentials
+from hlo_opt.patterns.attention import Attention, Captured, match_attention
+from hlo_opt.patterns.softmax import Refusal, match_softmax
+from hlo_opt.pipeline import Pass, PassContext, register_pass
+
+
+@register_pass("raise-attention", stage="raise", rank=10)
+@dataclass(frozen=True)
+class RaiseAttention(Pass):
+    """Outlines softmax attention into `hlo_opt.attention` composites.
+
+    Options:
+      min-seq: leave attentions with fewer keys than this alone.
+    """
+
+    structure: ClassVar[str] = "attention"
+    min_seq: int = 0
+
+    def run(self, module: ir.Module, ctx: PassContext) -> None:
+        outliner = Outliner(module)
+        gone: set[ir.Operation] = set()
+        for exp in exponentials(module, skip=decomposition_names(module)):
+            if exp in gone:
+                continue
+            softmax = match_softmax(exp)
+            if softmax is None:
+                continue
+            match = softmax if isinstance(softmax, Refusal) else match_attention(softmax)
+            if isinstance(match, Refusal):
+                self.remark(ctx, "missed", match.reason, op=match.op)
+            elif match is not None and match.roles["key"] < self.min_seq:
+                reason = f"{match.roles['key']} keys, fewer than min-seq={self.min_seq}"
+                self.remark(ctx, "missed", reason, op=match.second)
+            elif match is not None:
+                gone.update(match.ops)
+                composite = _outline(outliner, match)
+                self.remark(ctx, "applied", f"raised: {describe(match)}", op=composite)
+
+
+def describe(match: Attention) -> str:
+    """The attention's shape in a few words."""
+    heads = match.roles.get("kv_head", 1)
+    group = match.roles.get("group", 1)
+    kind = f"GQA {heads * group}/{heads}" if group > 1 else f"{heads} heads"
+    queries = match.roles.get("query", 1)
+    return f"{kind}, {queries} x {match.roles['key']}, depth {match.roles['depth']}"
+
+
+def _outline(outliner: Outliner, match: Attention) -> ir.Operation:
+    operands = [match.q, match.k, match.v, *match.extras]
+    with outliner.module.context, ir.Location.unknown():
+        attributes: dict[str, ir.Attribute] = {
+            "roles": ir.DictAttr.get(
+                {
+                    name: ir.IntegerAttr.get(ir.IntegerType.get_signless(64), size)
+                    for name, size in match.roles.items()
+                }
+            ),
+            "q_dims": _strings(match.q.dims),
+            "k_dims": _strings(match.k.dims),
+            "v_dims": _strings(match.v.dims),
+            "out_dims": _strings(match.out_dims),
+            "extra_dims": ir.ArrayAttr.get([_strings(e.dims) for e in match.extras]),
+            "qk_precision": _precision(match.first),
+            "pv_precision": _precision(match.second),
+            "qk_type": _type(match.first.operands[0]),
+            "logits_type": _type(match.first.results[0]),
+            "softmax_type": _type(match.softmax.exponential),
+            "probs_type": _type(match.probabilities),
+        }
+        attributes["score"] = _function(outliner, "score", match, match.score)
+        if match.probs is not None:
+            attributes["probs"] = _function(outliner, "probs", match, match.probs)
+    return outliner.composite(
+        "hlo_opt.attention",
+        match.ops,
+        [o.value for o in operands],
+        match.result,
+        attributes,
+    )
+
+
+def _strings(names: Sequence[str]) -> ir.ArrayAttr:
+    return ir.ArrayAttr.get([ir.StringAttr.get(name) for name in names])
+
+
+def _type(value: ir.Value) -> ir.TypeAttr:
+    return ir.TypeAttr.get(element_type(value))
+
+
+def _precision(dot: ir.Operation) -> ir.ArrayAttr:
+    if "precision_config" not in dot.attributes:
+        return _strings(["DEFAULT", "DEFAULT"])
+    config = ir.ArrayAttr(dot.attributes["precision_config"])
+    return _strings([str(p).removeprefix("#stablehlo<precision ").rstrip(">") for p in config])
+
+
+def _function(
+    outliner: Outliner, kind: str, match: Attention, captured: Captured
+) -> ir.FlatSymbolRefAttr:
+    """Emits `score` or `probs` as a private function of rank-0 ops."""
+    f32 = ir.F32Type.get()
+    i32 = ir.IntegerType.get_signless(32)
+    types = [
+        tensor0(f32),
+        *(tensor0(element_type(extra.value)) for extra in match.extras),
+        *[tensor0(i32)] * 4,
+    ]
+
+    def build(arguments: Sequence[ir.Value]) -> Sequence[ir.Value]:
+        extras, indices = arguments[1:-4], arguments[-4:]
+        values = {id(node): value for node, value in zip(match.extra_nodes, extras, strict=True)}
+        inner = {id(e) for e in elements(captured.expr) if e == captured.inner}
+        values.update(dict.fromkeys(inner, arguments[0]))
+        used = {a for n in nodes(captured.expr) if isinstance(n, Position) for a in n.index.atoms}
+        emitter = FunctionEmitter(values, inner, _atom_values(match, indices, used))
+        return [convert(widen(emitter.emit(captured.expr)), f32)]
+
+    name = outliner.function(f"hlo_opt.attention.{kind}", types, [tensor0(f32)], build)
+    return ir.FlatSymbolRefAttr.get(name)
+
+
+def _atom_values(
+    match: Attention, indices: Sequence[ir.Value], used: set[int]
+) -> dict[int, ir.Value]:
+    """The value of every used atom, from a score function's batch, head, query and key indices."""
+    heads = (*match.atoms.get("kv_head", ()), *match.atoms.get("group", ()))
+    rows = (match.atoms["batch"], heads, match.atoms.get("query", ()), match.atoms["key"])
+    values: dict[int, ir.Value] = {}
+    for index, atoms in zip(indices, rows, strict=True):
+        if not used & set(atoms):
+            continue
+        rest = index
+        for place, atom in enumerate(reversed(atoms)):
+            if place == len(atoms) - 1:
+                values[atom] = rest
+                break
+            size = constant(ir.IntegerType.get_signless(32), match.space.sizes[atom])
+            values[atom] = binary("remainder", rest, size)
+            rest = binary("divide", rest, size)
+    return values

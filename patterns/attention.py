@@ -1,0 +1,564 @@
+"""Recognises softmax attention by its algebra.
+
+A softmax whose probabilities reach forward, elementwise, to one `dot_general` that contracts the
+softmax axis, and whose logits reach back, elementwise, to one `dot_general`. Everything in between
+is captured as a scalar `score` function of the logit, of extras and of index values. Layouts,
+repeated heads and masks are immaterial: dimensions are tracked as symbolic indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from hlo_opt.ir.index import LAYOUT_OPS, Index, Opaque, Space, Split, pull_back, shape_of
+from hlo_opt.ir.scalar import (
+    ELEMENTWISE_OPS,
+    Apply,
+    Element,
+    Expr,
+    Position,
+    Scalarizer,
+    choose_extras,
+    elements,
+    is_whole,
+    nodes,
+)
+from hlo_opt.ir.walk import defining_op, element_type
+from hlo_opt.patterns.softmax import Refusal, Softmax
+
+PRODUCT = "*"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor and the role of each of its dimensions (`"batch"`, `"kv_head*group"`, `"1"`)."""
+
+    value: ir.Value
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A scalar function of one inner element: `score` of a logit, `probs` of a probability.
+
+    Attributes:
+      expr: the expression; its leaves are `inner` and the extras.
+      inner: the element it is a function of.
+    """
+
+    expr: Expr
+    inner: Element
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`softmax(score(q k)) v`; see `docs/composites.md` for roles and dimensions.
+
+    Attributes:
+      roles: sizes of the roles that occur.
+      atoms: for each of `batch` (outer first), `kv_head`, `group`, `query`, `key`: its atoms in
+        `space`.
+      extras: operands of `score` and `probs` besides the logit, with the nodes they stand for.
+      probabilities: the second matmul's operand that the softmax reaches.
+      first, second: the two `dot_general` ops.
+      ops: all ops computed inside, in block order.
+    """
+
+    softmax: Softmax
+    space: Space
+    roles: dict[str, int]
+    atoms: dict[str, tuple[int, ...]]
+    q: Operand
+    k: Operand
+    v: Operand
+    extras: tuple[Operand, ...]
+    extra_nodes: tuple[Element | Apply, ...]
+    score: Captured
+    probs: Captured | None
+    probabilities: ir.Value
+    out_dims: tuple[str, ...]
+    first: ir.Operation
+    second: ir.Operation
+    ops: tuple[ir.Operation, ...]
+
+    @property
+    def result(self) -> ir.Value:
+        return self.second.results[0]
+
+
+class _No(Exception):
+    """Carries a refusal out of the matcher's steps."""
+
+    def __init__(self, reason: str, op: ir.Operation) -> None:
+        super().__init__(reason)
+        self.refusal = Refusal(reason, op)
+
+
+def match_attention(softmax: Softmax) -> Attention | Refusal | None:
+    """Recognises the attention around a softmax.
+
+    Returns:
+      the match; a refusal where the softmax feeds a matmul that contracts its axis but the whole
+      is not provably an attention we can express; None where it feeds no such matmul.
+    """
+    second = _second_matmul(softmax)
+    if second is None:
+        return None
+    matcher = _Matcher(softmax, *second)
+    while True:
+        try:
+            return matcher.run()
+        except Split as request:
+            matcher.space.split(request)
+        except _No as no:
+            return no.refusal
+
+
+def _second_matmul(softmax: Softmax) -> tuple[ir.Operation, int] | None:
+    """The `dot_general` the probabilities reach elementwise, and which of its operands they are."""
+    pending = [softmax.result]
+    seen: set[ir.Value] = set()
+    while pending and len(seen) < 32:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        for use in value.uses:
+            op = use.owner.operation
+            if op.name == "stablehlo.dot_general":
+                return op, use.operand_number
+            if op.name in LAYOUT_OPS or op.name in ELEMENTWISE_OPS:
+                pending.append(op.results[0])
+    return None
+
+
+@dataclass(frozen=True)
+class _Dot:
+    """Dimension numbers of a `dot_general`, for its two operands."""
+
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, op: ir.Operation) -> _Dot:
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        batch = (
+            tuple(numbers.lhs_batching_dimensions),
+            tuple(numbers.rhs_batching_dimensions),
+        )
+        contract = (
+            tuple(numbers.lhs_contracting_dimensions),
+            tuple(numbers.rhs_contracting_dimensions),
+        )
+        free = tuple(
+            tuple(d for d in range(len(shape_of(op.operands[side]))) if d not in taken)
+            for side in (0, 1)
+            for taken in [batch[side] + contract[side]]
+        )
+        return cls(batch, contract, (free[0], free[1]))
+
+
+class _Matcher:
+    """One attempt: steps from the second matmul back to q, k and v. Restarted after a `Split`."""
+
+    def __init__(self, softmax: Softmax, second: ir.Operation, side: int) -> None:
+        self.softmax = softmax
+        self.second = second
+        self.side = side
+        self.space = Space()
+        self.dot = _Dot.of(second)
+        self.block = second.block
+        # Initial indices: made once, refined after splits.
+        self.p_index = [self.space.new(s) for s in shape_of(second.operands[side])]
+        self.v_free = [self.space.new(shape_of(second.operands[1 - side])[d]) for d in self._vf]
+        self.depth: dict[ir.Operation, list[Index]] = {}
+
+    @property
+    def _vf(self) -> tuple[int, ...]:
+        return self.dot.free[1 - self.side]
+
+    def run(self) -> Attention:
+        p_index = [self.space.refine(i) for i in self.p_index]
+        key = self._key(p_index)
+        scalarizer = Scalarizer(self.space, self.block, [self.softmax.result])
+        probs, x_index = self._probabilities(scalarizer, p_index, key)
+        score_expr = scalarizer.at(self.softmax.x, x_index)
+        logit = self._logit(score_expr, key)
+        q_index, k_index, first, k_side = self._first_matmul(logit, key)
+        q = self._peel(first.operands[1 - k_side], q_index)
+        k = self._peel(first.operands[k_side], k_index)
+        v = self._peel(self.second.operands[1 - self.side], self._v_index(p_index))
+        names = self._roles(q, k, v, key, first, score_expr)
+        score = Captured(score_expr, logit)
+        extra_nodes = self._extras(score, probs)
+        extras = tuple(
+            Operand(node.value, self._dims(node.index, names, self.second)) for node in extra_nodes
+        )
+        operands = [
+            Operand(element.value, self._dims(element.index, names, self.second))
+            for element in (q, k, v)
+        ]
+        ops = self._inside([o.value for o in (*operands, *extras)])
+        self._check_uses(ops, first)
+        self._check_types(first)
+        return Attention(
+            self.softmax,
+            self.space,
+            {name: self.space.sizes[atom] for name, atom in names.items()},
+            self._atoms_by_role(names),
+            *operands,
+            extras,
+            extra_nodes,
+            score,
+            probs,
+            self.second.operands[self.side],
+            self._dims(self._out_index(p_index), names, self.second),
+            first,
+            self.second,
+            ops,
+        )
+
+    def _key(self, p_index: list[Index]) -> int:
+        """The atom of the contracted dimension; it must be the softmax axis."""
+        contracted = [i for d in self.dot.contract[self.side] for i in [p_index[d]] if i.terms]
+        if len(contracted) != 1 or len(contracted[0].terms) != 1:
+            raise _No(
+                "the second matmul contracts several dimensions of the probabilities", self.second
+            )
+        return contracted[0].atoms[0]
+
+    def _probabilities(
+        self, scalarizer: Scalarizer, p_index: list[Index], key: int
+    ) -> tuple[Captured | None, tuple[Index, ...]]:
+        """What happens to probabilities before the second matmul, and their index there."""
+        expr = scalarizer.at(self.second.operands[self.side], p_index)
+        inner = [e for e in elements(expr) if e.value == self.softmax.result]
+        if len(inner) != 1:
+            raise _No("the probabilities do not reach the matmul elementwise", self.second)
+        index = inner[0].index
+        if not is_whole(inner[0], self.space):
+            raise _No("the matmul uses a part of the probabilities", self.second)
+        if index[self.softmax.axis].terms != ((key, 1),):
+            raise _No("the softmax is over another axis than the matmul contracts", self.second)
+        applied = [n for n in nodes(expr) if isinstance(n, Apply)]
+        if all(n.op.name == "stablehlo.convert" for n in applied):
+            return None, index
+        captured = Captured(expr, inner[0])
+        self._refuse_dropout(captured, key)
+        return captured, index
+
+    def _refuse_dropout(self, probs: Captured, key: int) -> None:
+        for element in elements(probs.expr):
+            varies = {atom for part in element.index for atom in part.atoms}
+            if element != probs.inner and key in varies and len(varies) > 1:
+                maker = defining_op(element.value)
+                if maker is not None and maker.name != "stablehlo.constant":
+                    raise _No("a computed tensor is applied to the probabilities (dropout?)", maker)
+
+    def _logit(self, expr: Expr, key: int) -> Element:
+        """The one matmul the logits come from."""
+        found = []
+        for element in elements(expr):
+            op = defining_op(element.value)
+            if op is None or op.name != "stablehlo.dot_general" or op.block != self.block:
+                continue
+            if any(key in part.atoms for part in element.index):
+                found.append((element, op))
+        if not found:
+            raise _No("the logits do not come from a matmul elementwise", self.second)
+        if len(found) > 1:
+            raise _No("the logits come from more than one matmul", found[1][1])
+        if not is_whole(found[0][0], self.space):
+            raise _No("the logits are a part of the first matmul's result", found[0][1])
+        return found[0][0]
+
+    def _first_matmul(
+        self, logit: Element, key: int
+    ) -> tuple[list[Index], list[Index], ir.Operation, int]:
+        """Indices of q and k at the first matmul, the op, and which operand k is."""
+        op = defining_op(logit.value)
+        assert op is not None
+        dot = _Dot.of(op)
+        contracted = [d for d in dot.contract[0] if shape_of(op.operands[0])[d] != 1]
+        if len(contracted) != 1:
+            raise _No("the first matmul does not contract one dimension", op)
+        if op not in self.depth:
+            self.depth[op] = [self.space.new(shape_of(op.operands[0])[d]) for d in dot.contract[0]]
+        depth = [self.space.refine(i) for i in self.depth[op]]
+        result = list(logit.index)
+        batch = [result.pop(0) for _ in dot.batch[0]]
+        free = [result[: len(dot.free[0])], result[len(dot.free[0]) :]]
+        sides = []
+        for side in (0, 1):
+            index = [Index()] * len(shape_of(op.operands[side]))
+            for dims, parts in (
+                (dot.batch[side], batch),
+                (dot.free[side], free[side]),
+                (dot.contract[side], depth),
+            ):
+                for dim, part in zip(dims, parts, strict=True):
+                    index[dim] = part
+            sides.append(index)
+        holders = [side for side in (0, 1) if any(key in i.atoms for i in free[side])]
+        if len(holders) != 1:
+            raise _No("the softmax axis is a batch dimension of the first matmul", op)
+        k_side = holders[0]
+        return sides[1 - k_side], sides[k_side], op, k_side
+
+    def _v_index(self, p_index: list[Index]) -> list[Index]:
+        other = 1 - self.side
+        index = [Index()] * len(shape_of(self.second.operands[other]))
+        for dims, parts in (
+            (self.dot.batch[other], [p_index[d] for d in self.dot.batch[self.side]]),
+            (self.dot.contract[other], [p_index[d] for d in self.dot.contract[self.side]]),
+            (self._vf, [self.space.refine(i) for i in self.v_free]),
+        ):
+            for dim, part in zip(dims, parts, strict=True):
+                index[dim] = part
+        return index
+
+    def _out_index(self, p_index: list[Index]) -> list[Index]:
+        p_free = [p_index[d] for d in self.dot.free[self.side]]
+        v_free = [self.space.refine(i) for i in self.v_free]
+        return [
+            *(p_index[d] for d in self.dot.batch[self.side]),
+            *(p_free if self.side == 0 else v_free),
+            *(v_free if self.side == 0 else p_free),
+        ]
+
+    def _peel(self, value: ir.Value, index: list[Index]) -> Element:
+        """Follows an operand back through layout ops and upcasts to where it is smallest.
+
+        Depth keeps a dimension of its own: what is peeled off must not be a mere reshape of a
+        projection's result.
+        """
+        kept = Element(value, tuple(index))
+        depths = {
+            a
+            for part in [*self.v_free, *sum(self.depth.values(), [])]
+            for a in self.space.refine(part).atoms
+        }
+        while (op := defining_op(value)) is not None and op.block == self.block:
+            if op.name == "stablehlo.slice":
+                break
+            if not _is_upcast(op):
+                try:
+                    index = pull_back(op, index, self.space)
+                except Opaque:
+                    break
+            value = op.operands[0]
+            element = Element(value, tuple(index))
+            if any(set(part.atoms) & depths and len(part.atoms) > 1 for part in index):
+                continue
+            if is_whole(element, self.space):
+                kept = element
+        return kept
+
+    def _roles(
+        self, q: Element, k: Element, v: Element, key: int, first: ir.Operation, score: Expr
+    ) -> dict[str, int]:
+        """Names every atom."""
+        in_q, in_k, in_v = ([a for part in e.index for a in part.atoms] for e in (q, k, v))
+        depth = [a for i in self.depth[first] for a in self.space.refine(i).atoms]
+        v_depth = [a for i in self.v_free for a in self.space.refine(i).atoms]
+        shared = [a for a in in_k if a not in (key, *depth)]
+        if set(shared) != {a for a in in_v if a not in (key, *v_depth)}:
+            raise _No("keys and values are shared between heads in different ways", self.second)
+        if len(depth) != 1 or len(v_depth) > 1:
+            raise _No("a depth is made of several dimensions", self.second)
+        if not set(shared) <= set(in_q):
+            raise _No("the queries do not have all batch dimensions of the keys", first)
+        rows = [a for a in in_q if a not in (*shared, *depth)]
+        out_rows = {a for i in self.p_index for a in self.space.refine(i).atoms}
+        if set(rows) | set(shared) | {key} != out_rows:
+            raise _No("the probabilities have dimensions that the queries do not have", first)
+        group, query = self._group_and_query(rows, shared, q, first, score, key)
+        names = {"key": key, "depth": depth[0]}
+        heads = self._head_atom(shared, group, q)
+        batch = [a for a in shared if a != heads]
+        for name, atom in (
+            *((f"batch{n or ''}", a) for n, a in enumerate(batch)),
+            ("kv_head", heads),
+            ("group", group),
+            ("query", query),
+            ("value_depth", v_depth[0] if v_depth else None),
+        ):
+            if atom is not None:
+                names[name] = atom
+        return names
+
+    def _group_and_query(
+        self,
+        rows: list[int],
+        shared: list[int],
+        q: Element,
+        first: ir.Operation,
+        score: Expr,
+        key: int,
+    ) -> tuple[int | None, int | None]:
+        """Which of the query's own dimensions counts heads of one group, and which positions.
+
+        Any choice computes the same; the conventional one makes remarks and kernels useful.
+        """
+        if len(rows) > 2:
+            raise _No(f"the queries have {len(rows)} dimensions of their own", first)
+        merged = {
+            a
+            for part in q.index
+            if len(part.atoms) > 1 and set(part.atoms) & set(shared)
+            for a in part.atoms
+        }
+        positions = {a for n in nodes(score) if isinstance(n, Position) for a in n.index.atoms} - {
+            key
+        }
+        order = sorted(rows, key=lambda a: (a in positions, a not in merged, rows.index(a)))
+        if len(rows) == 2 and not positions & set(rows) and not merged & set(rows):
+            # Neither is told apart by the graph: heads of a group follow their key-value head.
+            order = self._by_neighbour(rows, shared, q)
+        if len(rows) == 1 and rows[0] in merged and rows[0] not in positions:
+            return rows[0], None
+        if len(rows) == 1:
+            return None, rows[0]
+        return (order[0], order[1]) if rows else (None, None)
+
+    def _by_neighbour(self, rows: list[int], shared: list[int], q: Element) -> list[int]:
+        flat = [a for part in q.index for a in part.atoms]
+        after = [a for a in rows if flat.index(a) and flat[flat.index(a) - 1] in shared]
+        group = after[-1] if after else min(rows, key=lambda a: self.space.sizes[a])
+        return [group, *(a for a in rows if a != group)]
+
+    def _head_atom(self, shared: list[int], group: int | None, q: Element) -> int | None:
+        """The batch dimension that counts key-value heads."""
+        for part in q.index:
+            if group in part.atoms:
+                near = [a for a in part.atoms if a in shared]
+                if near:
+                    return near[-1]
+        if len(shared) > 1:
+            return shared[-1]
+        return shared[0] if shared and len(q.index) > 3 else None
+
+    def _dims(
+        self, index: tuple[Index, ...] | list[Index], names: dict[str, int], op: ir.Operation
+    ) -> tuple[str, ...]:
+        by_atom = {atom: name for name, atom in names.items()}
+        dims = []
+        for part in index:
+            if any(atom not in by_atom for atom in part.atoms):
+                raise _No("an operand has a dimension that plays no role in the attention", op)
+            dims.append(PRODUCT.join(by_atom[atom] for atom in part.atoms) or "1")
+        return tuple(dims)
+
+    def _atoms_by_role(self, names: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        batch = tuple(names[n] for n in names if n.startswith("batch"))
+        single = ("kv_head", "group", "query", "key")
+        return {"batch": batch, **{n: (names[n],) for n in single if n in names}}
+
+    def _extras(self, score: Captured, probs: Captured | None) -> tuple[Element | Apply, ...]:
+        found: dict[Element | Apply, None] = {}
+        for captured in filter(None, (score, probs)):
+            chosen = choose_extras(captured.expr, captured.inner.value, self.space)
+            if chosen is None:
+                raise _No("a mask or bias is indexed in a way that is not understood", self.second)
+            found.update(dict.fromkeys(chosen))
+        return tuple(found)
+
+    def _inside(self, boundary: list[ir.Value]) -> tuple[ir.Operation, ...]:
+        """All ops between the operands and the result, in block order."""
+        stop = set(boundary)
+        found: set[ir.Operation] = {self.second}
+        pending = [self.second]
+        while pending:
+            for operand in pending.pop().operands:
+                op = defining_op(operand)
+                if operand in stop or op is None or op in found:
+                    if op is None and operand not in stop:
+                        raise _No("a value enters in a way that is not understood", self.second)
+                    continue
+                inside = op.block == self.block or op.name == "stablehlo.constant"
+                if not _may_be_inside(op) or not inside:
+                    raise _No(f"{op.name} between the two matmuls is not understood", op)
+                found.add(op)
+                pending.append(op)
+        return tuple(_in_order(self.second, found))
+
+    def _check_uses(self, ops: tuple[ir.Operation, ...], first: ir.Operation) -> None:
+        """What depends on the logits must not be used outside."""
+        inside = set(ops)
+        dependent = {first}
+        for op in ops:
+            if op == self.second:
+                continue
+            if op in dependent or any(defining_op(o) in dependent for o in op.operands):
+                dependent.add(op)
+                for use in op.results[0].uses:
+                    if use.owner.operation not in inside:
+                        what = (
+                            "probabilities are"
+                            if op.results[0] == self.softmax.result
+                            else "an intermediate result is"
+                        )
+                        raise _No(f"{what} also used elsewhere", use.owner.operation)
+
+    def _check_types(self, first: ir.Operation) -> None:
+        for value in (first.results[0], self.softmax.exponential, self.second.results[0]):
+            type_ = element_type(value)
+            if not isinstance(type_, ir.FloatType) or type_.width > 32:
+                raise _No(f"computed in {type_}", first)
+        for op in (first, self.second):
+            if "algorithm" in op.attributes and str(op.attributes["algorithm"]) != _PLAIN_BF16:
+                raise _No("a matmul asks for a particular algorithm", op)
+
+
+# What XLA does with bf16 operands on TPU anyway: one pass, accumulated in f32.
+_PLAIN_BF16 = (
+    "#stablehlo.dot_algorithm<lhs_precision_type = bf16, rhs_precision_type = bf16, "
+    "accumulation_type = f32, lhs_component_count = 1, rhs_component_count = 1, "
+    "num_primitive_operations = 1, allow_imprecise_accumulation = false>"
+)
+
+
+def _is_upcast(op: ir.Operation) -> bool:
+    """Whether the op converts floats to wider floats, which changes no value."""
+    if op.name != "stablehlo.convert":
+        return False
+    before, after = element_type(op.operands[0]), element_type(op.results[0])
+    return (
+        isinstance(before, ir.BF16Type | ir.F16Type)
+        and isinstance(after, ir.FloatType)
+        and before.width < after.width
+    )
+
+
+def _may_be_inside(op: ir.Operation) -> bool:
+    return (
+        op.name in LAYOUT_OPS
+        or op.name in ELEMENTWISE_OPS
+        or op.name
+        in (
+            "stablehlo.constant",
+            "stablehlo.iota",
+            "stablehlo.dot_general",
+            "stablehlo.reduce",
+        )
+    )
+
+
+def _in_order(last: ir.Operation, ops: set[ir.Operation]) -> Iterator[ir.Operation]:
+    """The ops that `last` needs, operands before users, ending with `last`."""
+    done: set[ir.Operation] = set()
+
+    def visit(op: ir.Operation) -> Iterator[ir.Operation]:
+        done.add(op)
+        for operand in op.operands:
+            source = defining_op(operand)
+            if source is not None and source in ops and source not in done:
+                yield from visit(source)
+        yield op
+
+    return visit(last)
