@@ -14,7 +14,6 @@ from hlo_opt.ir.walk import defining_op, element_type, splat, splat_attribute
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 from hlo_opt.rewrite import Rewrite, apply_greedily
 
-
 # Helpers of models (`_where`, `silu`, attention in pieces) are smaller, whole layers are larger.
 LARGEST_INLINED = 256
 

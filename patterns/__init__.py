@@ -1,1 +1,1 @@
-"""One file per recognised structure: a value in, a typed match or a reason out. Never changes IR."""
+"""Recognisers, one file per structure: a value in, a match or a reason out; IR is not changed."""

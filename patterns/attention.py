@@ -8,9 +8,11 @@ repeated heads and masks are immaterial: dimensions are tracked as symbolic indi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hlo_opt.patterns.softmax import Refusal, Softmax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -28,7 +30,6 @@ from hlo_opt.ir.scalar import (
     nodes,
 )
 from hlo_opt.ir.walk import defining_op, element_type
-from hlo_opt.patterns.softmax import Refusal, Softmax
 
 PRODUCT = "*"
 
@@ -340,7 +341,7 @@ class _Matcher:
         kept = Element(value, tuple(index))
         depths = {
             a
-            for part in [*self.v_free, *sum(self.depth.values(), [])]
+            for part in itertools.chain(self.v_free, *self.depth.values())
             for a in self.space.refine(part).atoms
         }
         while (op := defining_op(value)) is not None and op.block == self.block:

@@ -129,10 +129,9 @@ def row_source(value: ir.Value, axis: int) -> ir.Value | None:
         except (Opaque, Split):
             break
         value = op.operands[0]
-        if _same_dims(index, wanted):
-            # Keep looking through what only re-inserts unit dimensions.
-            if len(shape_of(value)) == len(wanted):
-                return _through_converts(value)
+        # A value of higher rank still carries inserted unit dimensions.
+        if len(shape_of(value)) == len(wanted) and _same_dims(index, wanted):
+            return _through_converts(value)
     return None
 
 

@@ -26,14 +26,46 @@ from hlo_opt.ir.walk import defining_op, element_type, splat_attribute
 
 ELEMENTWISE_OPS = frozenset(
     {
-        f"stablehlo.{name}"
-        for name in (
-            "abs add and cbrt ceil clamp compare convert cosine divide exponential "
-            "exponential_minus_one floor is_finite log log_plus_one logistic maximum minimum "
-            "multiply negate not or power reduce_precision remainder round_nearest_afz "
-            "round_nearest_even rsqrt select shift_left shift_right_arithmetic "
-            "shift_right_logical sign sine sqrt subtract tan tanh xor"
-        ).split()
+        "stablehlo.abs",
+        "stablehlo.add",
+        "stablehlo.and",
+        "stablehlo.cbrt",
+        "stablehlo.ceil",
+        "stablehlo.clamp",
+        "stablehlo.compare",
+        "stablehlo.convert",
+        "stablehlo.cosine",
+        "stablehlo.divide",
+        "stablehlo.exponential",
+        "stablehlo.exponential_minus_one",
+        "stablehlo.floor",
+        "stablehlo.is_finite",
+        "stablehlo.log",
+        "stablehlo.log_plus_one",
+        "stablehlo.logistic",
+        "stablehlo.maximum",
+        "stablehlo.minimum",
+        "stablehlo.multiply",
+        "stablehlo.negate",
+        "stablehlo.not",
+        "stablehlo.or",
+        "stablehlo.power",
+        "stablehlo.reduce_precision",
+        "stablehlo.remainder",
+        "stablehlo.round_nearest_afz",
+        "stablehlo.round_nearest_even",
+        "stablehlo.rsqrt",
+        "stablehlo.select",
+        "stablehlo.shift_left",
+        "stablehlo.shift_right_arithmetic",
+        "stablehlo.shift_right_logical",
+        "stablehlo.sign",
+        "stablehlo.sine",
+        "stablehlo.sqrt",
+        "stablehlo.subtract",
+        "stablehlo.tan",
+        "stablehlo.tanh",
+        "stablehlo.xor",
     }
 )
 
