@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hlo_opt.patterns.attention import Attention, Captured, match_attention
-from hlo_opt.patterns.softmax import Refusal, match_softmax
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import Outliner
@@ -23,6 +21,8 @@ from hlo_opt.ir.scalar import (
     widen,
 )
 from hlo_opt.ir.walk import decomposition_names, element_type, exponentials
+from hlo_opt.patterns.attention import Attention, Captured, match_attention
+from hlo_opt.patterns.softmax import Refusal, match_softmax
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
 

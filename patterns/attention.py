@@ -9,10 +9,8 @@ repeated heads and masks are immaterial: dimensions are tracked as symbolic indi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hlo_opt.patterns.softmax import Refusal, Softmax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -29,7 +27,8 @@ from hlo_opt.ir.scalar import (
     is_whole,
     nodes,
 )
-from hlo_opt.ir.walk import defining_op, element_type
+from hlo_opt.ir.walk import defining_op, element_type, ops_between
+from hlo_opt.patterns.softmax import Refusal, Softmax
 
 PRODUCT = "*"
 
@@ -470,23 +469,16 @@ class _Matcher:
         return tuple(found)
 
     def _inside(self, boundary: list[ir.Value]) -> tuple[ir.Operation, ...]:
-        """All ops between the operands and the result, in block order."""
-        stop = set(boundary)
-        found: set[ir.Operation] = {self.second}
-        pending = [self.second]
-        while pending:
-            for operand in pending.pop().operands:
-                op = defining_op(operand)
-                if operand in stop or op is None or op in found:
-                    if op is None and operand not in stop:
-                        raise _No("a value enters in a way that is not understood", self.second)
-                    continue
-                inside = op.block == self.block or op.name == "stablehlo.constant"
-                if not _may_be_inside(op) or not inside:
-                    raise _No(f"{op.name} between the two matmuls is not understood", op)
-                found.add(op)
-                pending.append(op)
-        return tuple(_in_order(self.second, found))
+        """All ops between the operands and the result."""
+        ops = ops_between(self.second, boundary)
+        known = {*boundary, *(result for op in ops for result in op.results)}
+        for op in ops:
+            here = op.block == self.block or op.name == "stablehlo.constant"
+            if not here or not _may_be_inside(op):
+                raise _No(f"{op.name} between the two matmuls is not understood", op)
+            if not known.issuperset(op.operands):
+                raise _No("a value enters in a way that is not understood", op)
+        return ops
 
     def _check_uses(self, ops: tuple[ir.Operation, ...], first: ir.Operation) -> None:
         """What depends on the logits must not be used outside."""
@@ -548,18 +540,3 @@ def _may_be_inside(op: ir.Operation) -> bool:
             "stablehlo.reduce",
         )
     )
-
-
-def _in_order(last: ir.Operation, ops: set[ir.Operation]) -> Iterator[ir.Operation]:
-    """The ops that `last` needs, operands before users, ending with `last`."""
-    done: set[ir.Operation] = set()
-
-    def visit(op: ir.Operation) -> Iterator[ir.Operation]:
-        done.add(op)
-        for operand in op.operands:
-            source = defining_op(operand)
-            if source is not None and source in ops and source not in done:
-                yield from visit(source)
-        yield op
-
-    return visit(last)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.index import Index, Opaque, Space, Split, pull_back, shape_of
-from hlo_opt.ir.walk import defining_op, reduction, splat
+from hlo_opt.ir.walk import defining_op, ops_between, reduction, splat
 
 
 @dataclass(frozen=True)
@@ -174,3 +174,25 @@ def _is_row_maximum(row: ir.Value, x: ir.Value, axis: int) -> bool:
         and _through_converts(op.operands[0]) == _through_converts(x)
         and splat(op.operands[1]) == float("-inf")
     )
+
+
+def softmax_ops(match: Softmax) -> tuple[ir.Operation, ...] | Refusal:
+    """All ops between `x` and the result, operands before users; a refusal where one is not ours.
+
+    A softmax whose exponentials or sums are used elsewhere is left alone.
+    """
+    last = defining_op(match.result)
+    assert last is not None
+    inside = ops_between(last, [match.x])
+    ours = set(inside)
+    dependent: set[ir.Operation] = set()
+    for op in inside:
+        fed = any(o == match.x or defining_op(o) in dependent for o in op.operands)
+        if op.block != last.block and op.name != "stablehlo.constant":
+            return Refusal("the softmax is spread over several blocks", op)
+        if not fed:
+            continue
+        dependent.add(op)
+        if op != last and any(use.owner.operation not in ours for use in op.results[0].uses):
+            return Refusal("an intermediate result of the softmax is also used elsewhere", op)
+    return inside

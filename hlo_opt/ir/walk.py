@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxlib.mlir import ir
 
@@ -115,3 +115,19 @@ def exponentials(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
 
     module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
     return found
+
+
+def ops_between(last: ir.Operation, boundary: Iterable[ir.Value]) -> tuple[ir.Operation, ...]:
+    """What `last` is computed by from the `boundary` values, operands before users, `last` last."""
+    stop = set(boundary)
+    done: set[ir.Operation] = set()
+
+    def visit(op: ir.Operation) -> Iterator[ir.Operation]:
+        done.add(op)
+        for operand in op.operands:
+            source = defining_op(operand)
+            if operand not in stop and source is not None and source not in done:
+                yield from visit(source)
+        yield op
+
+    return tuple(visit(last))
