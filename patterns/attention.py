@@ -188,6 +188,8 @@ class _Matcher:
         scalarizer = Scalarizer(self.space, self.block, [self.softmax.result])
         probs, x_index = self._probabilities(scalarizer, p_index, key)
         score_expr = scalarizer.at(self.softmax.x, x_index)
+        if probs is not None:
+            self._refuse_dropout(probs, score_expr, key)
         logit = self._logit(score_expr, key)
         q_index, k_index, first, k_side = self._first_matmul(logit, key)
         q = self._peel(first.operands[1 - k_side], q_index)
@@ -248,14 +250,13 @@ class _Matcher:
         applied = [n for n in nodes(expr) if isinstance(n, Apply)]
         if all(n.op.name == "stablehlo.convert" for n in applied):
             return None, index
-        captured = Captured(expr, inner[0])
-        self._refuse_dropout(captured, key)
-        return captured, index
+        return Captured(expr, inner[0]), index
 
-    def _refuse_dropout(self, probs: Captured, key: int) -> None:
-        for element in elements(probs.expr):
+    def _refuse_dropout(self, probs: Captured, score: Expr, key: int) -> None:
+        """A guard uses the mask again; anything else of full size is not a guard."""
+        for element in set(elements(probs.expr)) - {probs.inner, *elements(score)}:
             varies = {atom for part in element.index for atom in part.atoms}
-            if element != probs.inner and key in varies and len(varies) > 1:
+            if key in varies and len(varies) > 1:
                 maker = defining_op(element.value)
                 if maker is not None and maker.name != "stablehlo.constant":
                     raise _No("a computed tensor is applied to the probabilities (dropout?)", maker)
@@ -351,6 +352,10 @@ class _Matcher:
                     index = pull_back(op, index, self.space)
                 except Opaque:
                     break
+                except Split as request:
+                    if request.atom in depths:
+                        break
+                    raise
             value = op.operands[0]
             element = Element(value, tuple(index))
             if any(set(part.atoms) & depths and len(part.atoms) > 1 for part in index):

@@ -7,11 +7,12 @@ reshapes and converts stand in between, is immaterial.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.index import Index, Opaque, Space, Split, pull_back, shape_of
+from hlo_opt.ir.index import LAYOUT_OPS, Index, Opaque, Space, Split, pull_back, shape_of
 from hlo_opt.ir.walk import defining_op, ops_between, reduction, splat
 
 
@@ -49,131 +50,131 @@ def match_softmax(exp: ir.Operation) -> Softmax | Refusal | None:
     """Recognises the softmax around a `stablehlo.exponential`.
 
     Returns:
-      the match; a refusal where the exponentials are summed and divided but it is not a softmax;
+      the match; a refusal where the exponentials are divided by their sum but it is not a softmax;
       None where this exponential has nothing to do with one.
     """
     exponential = exp.results[0]
     if not isinstance(exponential.type, ir.RankedTensorType) or not shape_of(exponential):
         return None
-    total = _sum_of(exponential)
-    if total is None:
-        return None
-    sum_op, axis = total
-    result = _quotient(exponential, sum_op.results[0], axis)
-    if result is None:
-        return None
-    x = _without_row_statistic(exp.operands[0], axis)
-    if isinstance(x, Refusal):
-        return x
-    return Softmax(x, exponential, result, axis)
+    for result, find_sum, factor in _divisions(exponential):
+        axis = _reduced_axis(find_sum, factor, exponential)
+        if axis is not None:
+            x = _without_row_maximum(exp.operands[0], axis)
+            return x if isinstance(x, Refusal) else Softmax(x, exponential, result, axis)
+    return None
 
 
-def _sum_of(value: ir.Value) -> tuple[ir.Operation, int] | None:
-    """The op that sums `value` along one dimension, and that dimension."""
+@dataclass(frozen=True)
+class _Statistic:
+    """How a row statistic is spelled: a reduction, and what may be done to its result.
+
+    Attributes:
+      combine, initial: the reducing op and what it starts from.
+      inverted: the reciprocal of the reduction is meant.
+    """
+
+    combine: str
+    initial: float
+    inverted: bool = False
+
+    def strip(self, value: ir.Value) -> ir.Value | None:
+        """The reduction's result, given the statistic without its broadcast; None if it is not."""
+        op = defining_op(value)
+        if op is None:
+            return None
+        if self.inverted:
+            return op.operands[1] if op.name == _DIVIDE and splat(op.operands[0]) == 1 else None
+        if self == _MAXIMUM and op.name == "stablehlo.maximum":
+            lowest = [splat(operand) == self.initial for operand in op.operands]
+            return op.operands[lowest.index(False)] if lowest.count(True) == 1 else None
+        return value
+
+
+_DIVIDE = "stablehlo.divide"
+_MAXIMUM = _Statistic("stablehlo.maximum", float("-inf"))
+_SUM = _Statistic("stablehlo.add", 0.0)
+_RECIPROCAL_SUM = _Statistic("stablehlo.add", 0.0, inverted=True)
+
+
+def _divisions(value: ir.Value) -> Iterator[tuple[ir.Value, _Statistic, ir.Value]]:
+    """Results of dividing `value` by something of its shape; what that must be, and what it is."""
     for use in value.uses:
         op = use.owner.operation
         if op.name == "stablehlo.convert":
-            if (found := _sum_of(op.results[0])) is not None:
-                return found
-        elif (kind := reduction(op)) is not None:
-            name, dims = kind
-            if name == "stablehlo.add" and len(dims) == 1 and splat(op.operands[1]) == 0:
-                return op, dims[0]
-    return None
-
-
-def _quotient(exponential: ir.Value, total: ir.Value, axis: int) -> ir.Value | None:
-    """The value that is `exponential` divided by the broadcast `total`."""
-    for use in exponential.uses:
-        op = use.owner.operation
-        if op.name == "stablehlo.convert":
-            if (found := _quotient(op.results[0], total, axis)) is not None:
-                return found
-        elif op.name == "stablehlo.divide" and use.operand_number == 0:
-            if row_source(op.operands[1], axis) == total:
-                return op.results[0]
+            yield from _divisions(op.results[0])
+        elif op.name == _DIVIDE and use.operand_number == 0:
+            yield op.results[0], _SUM, op.operands[1]
         elif op.name == "stablehlo.multiply":
-            other = row_source(op.operands[1 - use.operand_number], axis)
-            inverse = defining_op(other) if other is not None else None
-            if (
-                inverse is not None
-                and inverse.name == "stablehlo.divide"
-                and splat(inverse.operands[0]) == 1
-                and _through_converts(inverse.operands[1]) == total
-            ):
-                return op.results[0]
-    return None
+            yield op.results[0], _RECIPROCAL_SUM, op.operands[1 - use.operand_number]
 
 
-def _through_converts(value: ir.Value) -> ir.Value:
-    while (op := defining_op(value)) is not None and op.name == "stablehlo.convert":
-        value = op.operands[0]
-    return value
-
-
-def row_source(value: ir.Value, axis: int) -> ir.Value | None:
-    """The value without dimension `axis` that `value` repeats along `axis`, or None.
-
-    The source has the other dimensions of `value` in their order (or with extra unit dimensions);
-    layout ops and converts in between are looked through.
-    """
-    space = Space()
-    index = [space.new(size) for size in shape_of(value)]
-    wanted = [part for dim, part in enumerate(index) if dim != axis]
+def _follow(value: ir.Value, index: list[Index], space: Space) -> tuple[ir.Value, list[Index]]:
+    """Where an element comes from, through layout ops, converts and what keeps a row statistic."""
     while (op := defining_op(value)) is not None:
-        if op.name == "stablehlo.convert":
+        if op.name in LAYOUT_OPS:
+            try:
+                index = pull_back(op, index, space)
+            except Opaque:
+                break
             value = op.operands[0]
-            continue
-        try:
-            index = pull_back(op, index, space)
-        except (Opaque, Split):
+        elif op.name == "stablehlo.convert":
+            value = op.operands[0]
+        else:
             break
-        value = op.operands[0]
-        # A value of higher rank still carries inserted unit dimensions.
-        if len(shape_of(value)) == len(wanted) and _same_dims(index, wanted):
-            return _through_converts(value)
-    return None
+    return value, index
 
 
-def _same_dims(left: list[Index], right: list[Index]) -> bool:
-    return [i for i in left if i.terms] == [i for i in right if i.terms]
+def _reduced_axis(statistic: _Statistic, value: ir.Value, of: ir.Value) -> int | None:
+    """The dimension of `of` along which `value`, of its shape, repeats the statistic of `of`."""
+    space = Space()
+    start = [space.new(size) for size in shape_of(of)]
+    while True:
+        try:
+            return _reduced_axis_at(statistic, value, of, [space.refine(i) for i in start], space)
+        except Split as request:
+            space.split(request)
 
 
-def _without_row_statistic(value: ir.Value, axis: int) -> ir.Value | Refusal:
-    """`x` where `value` is `x - broadcast(m)` and `m` comes from the maximum of `x`."""
+def _reduced_axis_at(
+    statistic: _Statistic, value: ir.Value, of: ir.Value, index: list[Index], space: Space
+) -> int | None:
+    row, row_index = _follow(value, list(index), space)
+    stripped = statistic.strip(row)
+    if stripped is None:
+        return None
+    row, row_index = _follow(stripped, row_index, space)
+    op = defining_op(row)
+    kind = reduction(op) if op is not None else None
+    if op is None or kind is None or kind[0] != statistic.combine or len(kind[1]) != 1:
+        return None
+    if splat(op.operands[1]) != statistic.initial:
+        return None
+    kept = {atom for part in row_index for atom in part.atoms}
+    axes = [d for d, part in enumerate(index) if part.terms and not kept & set(part.atoms)]
+    if len(axes) != 1:
+        return None
+    row_index.insert(kind[1][0], index[axes[0]])
+    same = _follow(op.operands[0], row_index, space) == _follow(of, list(index), space)
+    return axes[0] if same else None
+
+
+def _without_row_maximum(value: ir.Value, axis: int) -> ir.Value | Refusal:
+    """`x` where `value` is `x - broadcast(m)` and `m` is the maximum of `x` along `axis`."""
     op = defining_op(value)
     if op is None or op.name != "stablehlo.subtract":
         return value
-    x = op.operands[0]
-    row = row_source(op.operands[1], axis)
-    if row is None:
+    x, statistic = op.operands[0], op.operands[1]
+    if _reduced_axis(_MAXIMUM, statistic, x) == axis:
+        return x
+    space = Space()
+    index = [space.new(size) for size in shape_of(statistic)]
+    try:
+        _, kept = _follow(statistic, list(index), space)
+    except Split:
         return value
-    if not _is_row_maximum(row, x, axis):
+    if index[axis].atoms and not any(set(i.atoms) & set(index[axis].atoms) for i in kept):
         return Refusal("what is subtracted before the exponential is not the row maximum", op)
-    return x
-
-
-def _is_row_maximum(row: ir.Value, x: ir.Value, axis: int) -> bool:
-    """Whether `row` is the maximum of `x` along `axis`, possibly raised to a constant."""
-    op = defining_op(_through_converts(row))
-    if op is None:
-        return False
-    if op.name == "stablehlo.maximum":
-        left, right = op.operands[0], op.operands[1]
-        lowest = [splat(left), splat(right)]
-        if float("-inf") not in lowest:
-            return False
-        return _is_row_maximum(right if lowest[0] is not None else left, x, axis)
-    if op.name in ("stablehlo.reshape", "stablehlo.broadcast_in_dim"):
-        return shape_of(op.operands[0]) == [s for s in shape_of(op.results[0]) if s != 1] and (
-            _is_row_maximum(op.operands[0], x, axis)
-        )
-    kind = reduction(op)
-    return (
-        kind == ("stablehlo.maximum", [axis])
-        and _through_converts(op.operands[0]) == _through_converts(x)
-        and splat(op.operands[1]) == float("-inf")
-    )
+    return value
 
 
 def softmax_ops(match: Softmax) -> tuple[ir.Operation, ...] | Refusal:
