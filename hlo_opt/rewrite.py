@@ -16,17 +16,17 @@ from hlo_opt import compat
 Rewrite = Callable[[ir.Operation], ir.Value | None]
 
 
-def apply_greedily(module: ir.Module, rewrites: Iterable[tuple[str, Rewrite]]) -> None:
-    """Applies `(op name, rewrite)` pairs to every op of `module` until a fixed point.
+def apply_greedily(root: ir.Operation, rewrites: Iterable[tuple[str, Rewrite]]) -> None:
+    """Applies `(op name, rewrite)` pairs to every op inside `root` until a fixed point.
 
     Nothing found during a rewrite may be kept for the next one: the driver erases and folds ops.
     """
     driver = compat.rewrite()
-    with module.context:
+    with root.context:
         patterns = driver.RewritePatternSet()
         for name, rewrite in rewrites:
             patterns.add(name, _callback(rewrite))
-        driver.apply_patterns_and_fold_greedily(module, patterns.freeze())
+        driver.apply_patterns_and_fold_greedily(root, patterns.freeze())
 
 
 def _callback(rewrite: Rewrite) -> Callable[[ir.OpView, Any], bool]:

@@ -10,7 +10,15 @@ from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
 
 from hlo_opt.ir.inline import inline_calls
-from hlo_opt.ir.walk import defining_op, element_type, splat, splat_attribute
+from hlo_opt.ir.walk import (
+    decomposition_names,
+    defining_op,
+    element_type,
+    functions,
+    splat,
+    splat_attribute,
+    symbol_name,
+)
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 from hlo_opt.rewrite import Rewrite, apply_greedily
 
@@ -25,7 +33,10 @@ class Normalize(Pass):
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         inline_calls(module, LARGEST_INLINED)
-        apply_greedily(module, REWRITES)
+        composed = decomposition_names(module)
+        for function in functions(module):
+            if symbol_name(function) not in composed:
+                apply_greedily(function, REWRITES)
         _run_cxx(module, "cse,symbol-dce")
 
 
