@@ -95,14 +95,34 @@ def same_type(op: ir.Operation) -> ir.Value | None:
 
 
 def convert_of_splat(op: ir.Operation) -> ir.Value | None:
-    """A converted integer or Boolean constant, where the conversion is exact."""
+    """A converted constant, where every float and integer type involved holds it exactly."""
     number = splat(op.operands[0])
-    if number is None or not _is_static(op.results[0]) or _is_float(op.operands[0]):
+    if number is None or not _is_static(op.results[0]):
         return None
     if _is_bool(op.results[0]):
         return _splat_of(op.results[0].type, int(number != 0))
-    exact = isinstance(element_type(op.results[0]), ir.FloatType | ir.IntegerType)
-    return _splat_of(op.results[0].type, number) if exact and 0 <= number <= 127 else None
+    infinite = number in (float("inf"), float("-inf"))
+    if not isinstance(element_type(op.results[0]), ir.FloatType):
+        exact = 0 <= number <= 127 and number == int(number)
+    else:
+        exact = infinite or (abs(number) <= 127 and number == int(number))
+    if str(number) == "-0.0" or str(element_type(op.results[0])).startswith("f8"):
+        return None
+    return _splat_of(op.results[0].type, number) if exact else None
+
+
+def compare_of_converted_bool(op: ir.Operation) -> ir.Value | None:
+    """A Boolean made a number and compared with zero is the Boolean again."""
+    source = defining_op(op.operands[0])
+    if (
+        source is None
+        or source.name != "stablehlo.convert"
+        or not _is_bool(source.operands[0])
+        or splat(op.operands[1]) != 0
+        or _direction(op) not in ("NE", "GT")
+    ):
+        return None
+    return source.operands[0]
 
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
@@ -120,8 +140,11 @@ def compare_of_splats(op: ir.Operation) -> ir.Value | None:
     left, right = splat(op.operands[0]), splat(op.operands[1])
     if left is None or right is None or not _is_static(op.results[0]):
         return None
-    direction = str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
-    return _splat_of(op.results[0].type, int(_COMPARE[direction](left, right)))
+    return _splat_of(op.results[0].type, int(_COMPARE[_direction(op)](left, right)))
+
+
+def _direction(op: ir.Operation) -> str:
+    return str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
 
 
 def _commuted(op: ir.Operation) -> list[tuple[ir.Value, float | int | None]]:
@@ -179,6 +202,7 @@ REWRITES: list[tuple[str, Rewrite]] = [
     ("stablehlo.convert", same_type),
     ("stablehlo.convert", convert_of_splat),
     ("stablehlo.compare", compare_of_splats),
+    ("stablehlo.compare", compare_of_converted_bool),
     ("stablehlo.and", and_or_with_splat),
     ("stablehlo.or", and_or_with_splat),
     ("stablehlo.not", not_of_splat),
