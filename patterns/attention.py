@@ -201,28 +201,30 @@ class _Matcher:
         extras = tuple(
             Operand(node.value, self._dims(node.index, names, self.second)) for node in extra_nodes
         )
-        operands = [
+        q_operand, k_operand, v_operand = (
             Operand(element.value, self._dims(element.index, names, self.second))
             for element in (q, k, v)
-        ]
-        ops = self._inside([o.value for o in (*operands, *extras)])
+        )
+        ops = self._inside([o.value for o in (q_operand, k_operand, v_operand, *extras)])
         self._check_uses(ops, first)
         self._check_types(first)
         return Attention(
-            self.softmax,
-            self.space,
-            {name: self.space.sizes[atom] for name, atom in names.items()},
-            self._atoms_by_role(names),
-            *operands,
-            extras,
-            extra_nodes,
-            score,
-            probs,
-            self.second.operands[self.side],
-            self._dims(self._out_index(p_index), names, self.second),
-            first,
-            self.second,
-            ops,
+            softmax=self.softmax,
+            space=self.space,
+            roles={name: self.space.sizes[atom] for name, atom in names.items()},
+            atoms=self._atoms_by_role(names),
+            q=q_operand,
+            k=k_operand,
+            v=v_operand,
+            extras=extras,
+            extra_nodes=extra_nodes,
+            score=score,
+            probs=probs,
+            probabilities=self.second.operands[self.side],
+            out_dims=self._dims(self._out_index(p_index), names, self.second),
+            first=first,
+            second=self.second,
+            ops=ops,
         )
 
     def _key(self, p_index: list[Index]) -> int:

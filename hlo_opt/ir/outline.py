@@ -54,7 +54,7 @@ class Outliner:
             with ir.InsertionPoint(block):
                 ir.Operation.create("func.return", operands=list(build(list(block.arguments))))
         # Two functions of one name do not verify; unverified ops would print in generic form.
-        text = function.get_asm(assume_verified=True)
+        text = function.get_asm(assume_verified=True, use_local_scope=True)
         if text in self._by_text:
             function.erase()
             return self._by_text[text]
