@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hlo_opt.errors import HloOptError
     from hlo_opt.api import apply, jit, optimize
+    from hlo_opt.errors import HloOptError
 
 __version__ = "0.1.0.dev0"
 

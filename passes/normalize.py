@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
 
-from hlo_opt.ir.inline import inline_calls
 from hlo_opt.ir.walk import (
     decomposition_names,
     defining_op,
@@ -19,11 +18,9 @@ from hlo_opt.ir.walk import (
     splat_attribute,
     symbol_name,
 )
+from hlo_opt.passes.inline import Inline
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 from hlo_opt.rewrite import Rewrite, apply_greedily
-
-# Helpers of models (`_where`, `silu`, attention in pieces) are smaller, whole layers are larger.
-LARGEST_INLINED = 256
 
 
 @register_pass("normalize")
@@ -32,7 +29,7 @@ class Normalize(Pass):
     """Inlines functions, folds constants and identities, removes duplicate and dead code."""
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
-        inline_calls(module, LARGEST_INLINED)
+        Inline().run(module, ctx)
         composed = decomposition_names(module)
         for function in functions(module):
             if symbol_name(function) not in composed:

@@ -5,6 +5,7 @@ What lives here knows MLIR and StableHLO but no pattern, pass or kernel.
 
 from hlo_opt.ir.module import (
     Format,
+    clone,
     clone_into,
     context,
     parse,
@@ -12,4 +13,4 @@ from hlo_opt.ir.module import (
     serialize,
 )
 
-__all__ = ["Format", "clone_into", "context", "parse", "read", "serialize"]
+__all__ = ["Format", "clone", "clone_into", "context", "parse", "read", "serialize"]

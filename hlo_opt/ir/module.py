@@ -93,3 +93,14 @@ def clone_into(module: ir.Module, target: ir.Context) -> ir.Module:
     """Copies a module into another context by bytecode (the only safe way across contexts)."""
     with target, ir.Location.unknown():
         return ir.Module.parse(serialize(module, Format.BYTECODE))
+
+
+def clone(module: ir.Module) -> ir.Module:
+    """A copy of a module in its own context."""
+    copy = ir.Module.create(module.operation.location)
+    for name in module.operation.attributes:
+        copy.operation.attributes[name] = module.operation.attributes[name]
+    with ir.InsertionPoint(copy.body):
+        for op in module.body.operations:
+            op.operation.clone()
+    return copy
