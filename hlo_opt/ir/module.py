@@ -41,14 +41,13 @@ def first_diagnostic(error: ir.MLIRError, file_name: str) -> HloOptError:
 
 
 def parse(
-    source: str | bytes, *, file_name: str = "-", into: ir.Context | None = None
+    source: str | bytes, *, path: str | Path = "-", into: ir.Context | None = None
 ) -> ir.Module:
     """Parses MLIR text or bytecode and verifies the module.
 
     Args:
       source: text or bytes; the format is detected from the content.
-      file_name: what error messages call the input. Locations of text say `-`, MLIR's own name
-        for a buffer.
+      path: the file `source` was read from, for messages and locations; `-` for none.
       into: the context to parse into; the shared one by default.
 
     Raises:
@@ -56,28 +55,36 @@ def parse(
     """
     ctx = into if into is not None else context()
     data = source.encode() if isinstance(source, str) else source
+    name = str(path)
     with ctx, ir.Location.unknown():
         try:
-            module = ir.Module.parse(data if data.startswith(BYTECODE_MAGIC) else data.decode())
+            if data.startswith(BYTECODE_MAGIC):
+                module = ir.Module.parse(data)
+            elif name != "-":
+                data.decode()
+                module = ir.Module.parseFile(name)  # so that locations name the file
+            else:
+                module = ir.Module.parse(data.decode())
             module.operation.verify()
         except ir.MLIRError as error:
-            raise first_diagnostic(error, file_name) from None
+            raise first_diagnostic(error, name) from None
         except UnicodeDecodeError:
-            raise HloOptError(
-                "error: neither MLIR text nor MLIR bytecode", location=file_name
-            ) from None
+            raise HloOptError("error: neither MLIR text nor MLIR bytecode", location=name) from None
     return module
 
 
 def read(path: str | Path) -> ir.Module:
     """Reads a module from a file. Raises `HloOptError` when it cannot be read or parsed."""
+    return parse(read_bytes(path), path=path)
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The bytes of an input file. Raises `HloOptError` when it cannot be read."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
-        raise HloOptError(
-            f"error: cannot open input file: {error.strerror}", location=str(path)
-        ) from None
-    return parse(data, file_name=str(path))
+        reason = error.strerror or str(error)
+        raise HloOptError(f"error: cannot open input file: {reason}", location=str(path)) from None
 
 
 def serialize(module: ir.Module, format: Format = Format.MLIR) -> bytes:
