@@ -8,6 +8,7 @@ driver starts without paying for `import jax`.
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import chlo, mhlo, sdy, stablehlo
@@ -72,3 +73,34 @@ def inline_call(call: ir.Operation, callee: ir.Operation) -> None:
     for old, new in zip(call.results, results, strict=True):
         old.replace_all_uses_with(new)
     call.erase()
+
+
+def compile_for_topology(module: ir.Module, topology: str) -> Any:
+    """Compiles a module with libtpu for a topology such as `v5e:1x1`; no device is needed.
+
+    Returns:
+      the compiler's executable (`get_compiled_memory_stats()`, `hlo_modules()`).
+    """
+    import jax
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client
+    from jax.experimental import topologies
+
+    del jax  # its import sets up what the others need
+    name, shape = topology.split(":")
+    sizes = [int(size) for size in shape.split("x")]
+    bounds = [*sizes, 1, 1][:3]
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, chips_per_host_bounds=bounds
+    )
+    count = int(np.prod(sizes))
+    devices = description.devices[:count] if name == "tpu7x" else description.devices
+    array = np.array(devices)
+    options = pxla.create_compile_options(
+        module, False, (False,), (False,), devices[0].client, array, {}
+    )
+    return compiler.compile_or_get_cached(
+        devices[0].client, module, array, options, [], xla_client.DeviceList(tuple(devices)), None
+    )
