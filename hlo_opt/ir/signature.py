@@ -57,10 +57,15 @@ def array_types(function: ir.Operation) -> tuple[list[ArrayType], list[ArrayType
 def array_type(type_: ir.Type) -> ArrayType:
     """The NumPy shape and dtype of a ranked tensor type. Raises `HloOptError` for others."""
     if isinstance(type_, ir.RankedTensorType):
-        name = str(type_.element_type)
-        if name in _DTYPES:
-            return ArrayType(tuple(type_.shape), np.dtype(_DTYPES[name]))
+        dtype = numpy_dtype(type_.element_type)
+        if dtype is not None:
+            return ArrayType(tuple(type_.shape), dtype)
     raise HloOptError(f"error: values of type {type_} cannot be passed to or from a program here")
+
+
+def numpy_dtype(element: ir.Type) -> np.dtype | None:
+    """The NumPy dtype of an element type, or None."""
+    return _DTYPES.get(str(element))
 
 
 def _dtypes() -> dict[str, np.dtype]:

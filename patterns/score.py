@@ -1,0 +1,347 @@
+"""What a captured score function is, for kernels that need to know: scale, masks, bias.
+
+The score function of an `hlo_opt.attention` is interpreted over an abstract domain: what depends
+on the logit is `scale * logit` plus masks and a bias; indices are affine; predicates on indices
+are inequalities. Causality is derived from the inequality, never assumed from a mask's presence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxlib.mlir import ir
+
+from hlo_opt.ir.signature import numpy_dtype
+from hlo_opt.ir.walk import element_type, scalar, splat_attribute
+
+INDEX_NAMES = ("batch", "head", "query", "key")
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """`sum(coefficient * index) + offset >= 0` over integer indices."""
+
+    terms: tuple[tuple[str, int], ...]
+    offset: int
+
+    def negated(self) -> AtLeast:
+        return AtLeast(tuple((n, -c) for n, c in self.terms), -self.offset - 1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A predicate or number that depends on extras, or that is not understood further."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """Conjunction of predicates."""
+
+    parts: tuple[AtLeast | Data, ...]
+
+
+Predicate = AtLeast | Data | Both
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where `open` does not hold, the logit becomes `value`, or `value` is added to it."""
+
+    open: Predicate
+    value: float
+    additive: bool
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A score of the form `scale * logit + bias`, then masked; masks apply in order.
+
+    Attributes:
+      bias: whether something other than a mask is added.
+    """
+
+    scale: float
+    bias: bool = False
+    masks: tuple[Mask, ...] = ()
+
+
+@dataclass(frozen=True)
+class NotLinear:
+    """The score is another function of the logit; `reason` says which."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Affine:
+    terms: tuple[tuple[str, int], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """`yes` where the predicate holds, `no` elsewhere; both constant."""
+
+    predicate: Predicate
+    yes: float
+    no: float
+
+
+_Value = Linear | NotLinear | _Affine | _Choice | Data | AtLeast | Both | float
+
+
+def analyse(function: ir.Operation) -> Linear | NotLinear:
+    """Describes a score (or probs) function; see `docs/composites.md` for its arguments."""
+    block = function.regions[0].blocks[0]
+    arguments = list(block.arguments)
+    values: dict[ir.Value, _Value] = {argument: Data() for argument in arguments}
+    values[arguments[0]] = Linear(1.0)
+    for name, argument in zip(INDEX_NAMES, arguments[-4:], strict=True):
+        values[argument] = _Affine(((name, 1),), 0)
+    for op in block.operations:
+        if op.operation.name == "func.return":
+            result = values[op.operands[0]]
+            return result if isinstance(result, Linear | NotLinear) else NotLinear("a constant")
+        values[op.results[0]] = _interpret(op.operation, [values[o] for o in op.operands])
+    return NotLinear("no result")
+
+
+def _interpret(op: ir.Operation, operands: list[_Value]) -> _Value:
+    for operand in operands:
+        if isinstance(operand, NotLinear):
+            return operand
+    rule = _RULES.get(op.name)
+    result = rule(op, operands) if rule is not None else None
+    if result is not None:
+        return result
+    if any(isinstance(operand, Linear) for operand in operands):
+        return NotLinear(_NAMES.get(op.name, f"{op.name.removeprefix('stablehlo.')} of the logit"))
+    return Data()
+
+
+_NAMES = {"stablehlo.tanh": "a soft cap (tanh)"}
+
+
+def _constant(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    attribute = splat_attribute(op)
+    number = scalar(attribute.get_splat_value()) if attribute is not None else None
+    return float(number) if number is not None else None
+
+
+def _convert(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    (value,) = operands
+    after = element_type(op.results[0])
+    if isinstance(value, Linear) or _is_bool(op.results[0]):
+        return value if isinstance(value, Linear) else None
+    if isinstance(value, _Affine):
+        # Narrow types would wrap or round the index.
+        wide = isinstance(after, ir.FloatType | ir.IntegerType) and after.width >= 32
+        return value if wide else None
+    if isinstance(value, AtLeast | Both):
+        return _Choice(value, 1.0, 0.0)
+    if isinstance(value, _Choice):
+        yes, no = _rounded(value.yes, after), _rounded(value.no, after)
+        return _Choice(value.predicate, yes, no) if yes is not None and no is not None else None
+    return _rounded(value, after) if isinstance(value, float) else None
+
+
+def _rounded(value: float, type_: ir.Type) -> float | None:
+    """A constant converted to a float type, or to an integer type that holds it exactly."""
+    if isinstance(type_, ir.FloatType):
+        dtype = numpy_dtype(type_)
+        return float(np.asarray(value).astype(dtype)) if dtype is not None else None
+    return value if value == int(value) and 0 <= value <= 127 else None
+
+
+def _number(value: _Value) -> float | None:
+    return value if isinstance(value, float) else None
+
+
+def _multiply(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    left, right = operands
+    if isinstance(left, float):
+        left, right = right, left
+    factor = _number(right)
+    return _scaled(left, factor) if factor is not None else None
+
+
+def _divide(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    left, right = operands
+    divisor = _number(right)
+    if not isinstance(left, Linear) or not divisor:
+        return None
+    return _scaled(left, 1.0 / divisor)
+
+
+def _negate(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    return _scaled(operands[0], -1.0)
+
+
+def _scaled(value: _Value, factor: float) -> _Value | None:
+    if isinstance(value, Linear):
+        masks = tuple(replace(m, value=m.value * factor) for m in value.masks)
+        return replace(value, scale=value.scale * factor, masks=masks)
+    if isinstance(value, _Affine) and factor == int(factor):
+        k = int(factor)
+        return _Affine(tuple((n, c * k) for n, c in value.terms), value.offset * k)
+    if isinstance(value, _Choice):
+        return _Choice(value.predicate, value.yes * factor, value.no * factor)
+    return value * factor if isinstance(value, float) else None
+
+
+def _add(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    left, right = operands
+    if isinstance(right, Linear):
+        left, right = right, left
+    if isinstance(left, Linear):
+        return _shifted(left, right)
+    if isinstance(left, float | _Affine) and isinstance(right, float | _Affine):
+        return _sum(_affine(left), _affine(right))
+    return None
+
+
+def _subtract(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    left, right = operands
+    opposite = _scaled(right, -1.0)
+    if opposite is not None:
+        return _add(op, [left, opposite])
+    return replace(left, bias=True) if isinstance(left, Linear) else None
+
+
+def _shifted(logit: Linear, other: _Value) -> _Value | None:
+    """The logit plus something that does not depend on it."""
+    if isinstance(other, Linear):
+        return NotLinear("the logit used twice")
+    if other == 0.0:
+        return logit
+    if isinstance(other, _Choice) and other.yes == 0.0:
+        return replace(logit, masks=(*logit.masks, Mask(other.predicate, other.no, True)))
+    return replace(logit, bias=True)
+
+
+def _affine(value: float | _Affine) -> _Affine | None:
+    if isinstance(value, _Affine):
+        return value
+    return _Affine((), int(value)) if math.isfinite(value) and value == int(value) else None
+
+
+def _sum(left: _Affine | None, right: _Affine | None) -> _Value | None:
+    if left is None or right is None:
+        return None
+    terms = dict(left.terms)
+    for name, coefficient in right.terms:
+        terms[name] = terms.get(name, 0) + coefficient
+    kept = tuple(sorted((n, c) for n, c in terms.items() if c))
+    offset = left.offset + right.offset
+    return _Affine(kept, offset) if kept else float(offset)
+
+
+def _compare(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    left, right = operands
+    if not isinstance(left, float | _Affine) or not isinstance(right, float | _Affine):
+        return None
+    a, b = _affine(left), _affine(right)
+    direction = str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
+    if direction in ("LE", "LT"):
+        a, b = b, a
+    if a is None or b is None or direction in ("EQ", "NE"):
+        return None
+    difference = _sum(a, _Affine(tuple((n, -c) for n, c in b.terms), -b.offset))
+    if not isinstance(difference, _Affine):
+        return None
+    strict = direction in ("LT", "GT")
+    return AtLeast(difference.terms, difference.offset - strict)
+
+
+def _and(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    parts: list[AtLeast | Data] = []
+    for operand in operands:
+        if isinstance(operand, Both):
+            parts.extend(operand.parts)
+        elif isinstance(operand, AtLeast | Data):
+            parts.append(operand)
+        else:
+            return None
+    return Both(tuple(dict.fromkeys(parts)))
+
+
+def _not(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    (value,) = operands
+    return value.negated() if isinstance(value, AtLeast) else None
+
+
+def _is_bool(value: ir.Value) -> bool:
+    element = element_type(value)
+    return isinstance(element, ir.IntegerType) and element.width == 1
+
+
+def _select(op: ir.Operation, operands: list[_Value]) -> _Value | None:
+    predicate, yes, no = operands
+    if not isinstance(predicate, AtLeast | Both | Data):
+        return None
+    if isinstance(yes, Linear) and isinstance(no, float):
+        return replace(yes, masks=(*yes.masks, Mask(predicate, no, False)))
+    if isinstance(no, Linear) and isinstance(yes, float):
+        opposite = predicate.negated() if isinstance(predicate, AtLeast) else Data()
+        return replace(no, masks=(*no.masks, Mask(opposite, yes, False)))
+    if isinstance(yes, float) and isinstance(no, float):
+        if _is_bool(op.results[0]) and (yes, no) == (1.0, 0.0):
+            return predicate
+        if no == 0.0 and yes != 0.0:
+            opposite = predicate.negated() if isinstance(predicate, AtLeast) else Data()
+            return _Choice(opposite, no, yes)
+        return _Choice(predicate, yes, no)
+    return None
+
+
+_RULES: dict[str, Callable[[ir.Operation, list[_Value]], _Value | None]] = {
+    "stablehlo.add": _add,
+    "stablehlo.and": _and,
+    "stablehlo.compare": _compare,
+    "stablehlo.constant": _constant,
+    "stablehlo.convert": _convert,
+    "stablehlo.divide": _divide,
+    "stablehlo.multiply": _multiply,
+    "stablehlo.negate": _negate,
+    "stablehlo.not": _not,
+    "stablehlo.select": _select,
+    "stablehlo.subtract": _subtract,
+}
+
+
+def causal_offset(predicate: Predicate) -> int | None:
+    """`c` where the predicate is exactly `key <= query + c`; None where it is anything else."""
+    if isinstance(predicate, Both) and len(predicate.parts) == 1:
+        predicate = predicate.parts[0]
+    if isinstance(predicate, AtLeast) and dict(predicate.terms) == {"query": 1, "key": -1}:
+        return predicate.offset
+    return None
+
+
+def describe(score: Linear | NotLinear) -> str:
+    """The score in a few words, for remarks."""
+    if isinstance(score, NotLinear):
+        return score.reason
+    words = [] if score.scale == 1.0 else [f"scale {score.scale:.4g}"]
+    words += [_describe_mask(mask) for mask in score.masks]
+    if score.bias:
+        words.append("bias")
+    return ", ".join(words)
+
+
+def _describe_mask(mask: Mask) -> str:
+    parts = mask.open.parts if isinstance(mask.open, Both) else (mask.open,)
+    words = []
+    for part in parts:
+        if isinstance(part, Data):
+            words.append("mask from data")
+        elif (offset := causal_offset(part)) is not None:
+            words.append("causal" if offset == 0 else f"causal offset {offset:+d}")
+        elif dict(part.terms) == {"query": -1, "key": 1}:
+            words.append(f"window {part.offset + 1}")
+        else:
+            words.append("mask on positions")
+    return " and ".join(words)
