@@ -7,6 +7,9 @@ driver starts without paying for `import jax`.
 
 from __future__ import annotations
 
+import contextlib
+import io
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -104,3 +107,35 @@ def compile_for_topology(module: ir.Module, topology: str) -> Any:
     return compiler.compile_or_get_cached(
         devices[0].client, module, array, options, [], xla_client.DeviceList(tuple(devices)), None
     )
+
+
+@contextlib.contextmanager
+def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterator[None]:
+    """Settings for tracing a kernel, whatever the user's session has set.
+
+    Args:
+      device_kind: the TPU that kernels find when they ask what they run on.
+      precision: default matmul precision.
+      interpret: Pallas TPU kernels become plain StableHLO (the generic interpreter).
+    """
+    import jax
+    from jax.experimental.pallas import tpu as pltpu
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(False))
+        stack.enter_context(jax.default_matmul_precision(precision))
+        if device_kind is not None:
+            device = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+            mesh = AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        if interpret:
+            stack.enter_context(pltpu.force_tpu_interpret_mode(True))
+        yield
+
+
+def module_bytecode(lowered: Any) -> bytes:
+    """The StableHLO of a `jax.stages.Lowered`, as bytecode; JAX's own module is left as it is."""
+    buffer = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(buffer)
+    return buffer.getvalue()

@@ -1,0 +1,322 @@
+"""Kernels for `hlo_opt.attention`: JAX's own Pallas flash attention for TPU.
+
+The composite's layout is arranged to `[batch, kv_head, group, sequence, depth]` around the kernel.
+Batch, heads and groups are mapped with `jax.vmap`: keys and values are not mapped over the group,
+so they are never repeated. What the kernel has no parameter for is refused with a reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxlib.mlir import ir
+
+from hlo_opt.ir.signature import ArrayType, array_type
+from hlo_opt.ir.walk import functions, symbol_name
+from hlo_opt.kernels import Candidate, No, register_kernel
+from hlo_opt.patterns.score import Linear, Mask, NotLinear, analyse, causal_offset
+from hlo_opt.targets import Target
+
+# Masks at or below this value leave no weight next to an unmasked logit of any sane size.
+FAR_BELOW = -1e8
+# What the kernel itself adds where its causal mask is closed: 0.7 of the lowest f32.
+MASKED = -0.7 * 3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Everything that determines a kernel for an `hlo_opt.attention`; see `docs/composites.md`.
+
+    Attributes:
+      arguments: types of q, k, v and the extras.
+      result: type of the result.
+      score: the score function's text, its form and whether it can be evaluated.
+    """
+
+    arguments: tuple[ArrayType, ...]
+    result: ArrayType
+    roles: tuple[tuple[str, int], ...]
+    q_dims: tuple[str, ...]
+    k_dims: tuple[str, ...]
+    v_dims: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    extra_dims: tuple[tuple[str, ...], ...]
+    qk_precision: tuple[str, ...]
+    pv_precision: tuple[str, ...]
+    qk_type: str
+    probs_type: str
+    score: str
+    form: Linear | NotLinear
+    probs: str
+
+    def size(self, role: str) -> int:
+        """The size of a role; roles that do not occur have size 1."""
+        return dict(self.roles).get(role, 1)
+
+    @property
+    def batch_roles(self) -> tuple[str, ...]:
+        """Batch roles, outer first."""
+        names = [name for name, _ in self.roles if name.startswith("batch")]
+        return tuple(sorted(names, key=lambda name: int(name[5:] or 0)))
+
+
+def attention_spec(op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
+    """Reads an `hlo_opt.attention` composite."""
+    attributes = ir.DictAttr(op.attributes["composite_attributes"])
+    needed = {"roles", "q_dims", "k_dims", "v_dims", "out_dims", "extra_dims", "score"}
+    needed |= {"qk_precision", "pv_precision", "qk_type", "probs_type"}
+    missing = needed - {entry.name for entry in attributes}
+    if missing:
+        return No(f"the composite has no attribute {', '.join(sorted(missing))}")
+    table = {symbol_name(function): function for function in functions(module)}
+    score = table.get(ir.FlatSymbolRefAttr(attributes["score"]).value)
+    if score is None:
+        return No("the composite's score function is not in the module")
+    roles = ir.DictAttr(attributes["roles"])
+    return AttentionSpec(
+        arguments=tuple(array_type(operand.type) for operand in op.operands),
+        result=array_type(op.results[0].type),
+        roles=tuple((r.name, ir.IntegerAttr(r.attr).value) for r in roles),
+        q_dims=_strings(attributes["q_dims"]),
+        k_dims=_strings(attributes["k_dims"]),
+        v_dims=_strings(attributes["v_dims"]),
+        out_dims=_strings(attributes["out_dims"]),
+        extra_dims=tuple(_strings(a) for a in ir.ArrayAttr(attributes["extra_dims"])),
+        qk_precision=_strings(attributes["qk_precision"]),
+        pv_precision=_strings(attributes["pv_precision"]),
+        qk_type=str(ir.TypeAttr(attributes["qk_type"]).value),
+        probs_type=str(ir.TypeAttr(attributes["probs_type"]).value),
+        score=_anonymous(score),
+        form=analyse(score),
+        probs="probs" if "probs" in attributes else "",
+    )
+
+
+def _strings(attribute: ir.Attribute) -> tuple[str, ...]:
+    return tuple(ir.StringAttr(a).value for a in ir.ArrayAttr(attribute))
+
+
+def _anonymous(function: ir.Operation) -> str:
+    """A function's text under a fixed name, so that equal functions have equal text."""
+    text: str = function.get_asm(use_local_scope=True)
+    return text.replace(f"@{symbol_name(function)}(", "@f(", 1)
+
+
+def arrange(x: Any, dims: Sequence[str], spec: AttentionSpec, wanted: Sequence[str]) -> Any:
+    """Gives an array one dimension for each wanted role, in that order.
+
+    Args:
+      x: array whose dimensions are described by `dims`.
+      wanted: role names; `"batch"` stands for all batch roles as one dimension. Roles that the
+        array does not vary over get size 1.
+    """
+    names = [name for dim in dims if dim != "1" for name in dim.split("*")]
+    x = x.reshape([spec.size(name) for name in names])
+    order: list[str] = []
+    for role in wanted:
+        order += [r for r in spec.batch_roles if r in names] if role == "batch" else [role]
+    present = [name for name in order if name in names]
+    x = x.transpose([names.index(name) for name in present])
+    shape = []
+    for role in wanted:
+        held = spec.batch_roles if role == "batch" else (role,)
+        shape.append(math.prod(spec.size(r) for r in held if r in names))
+    return x.reshape(shape)
+
+
+def restore(x: Any, spec: AttentionSpec) -> Any:
+    """Inverse of `arrange` for the result: `[batch, kv_head, group, query, value_depth]`."""
+    inner = ("kv_head", "group", "query", "value_depth")
+    full = (*spec.batch_roles, *inner)
+    x = x.reshape([spec.size(role) for role in full])
+    order = [name for dim in spec.out_dims if dim != "1" for name in dim.split("*")]
+    rest = [name for name in full if name not in order]
+    x = x.transpose([full.index(name) for name in (*rest, *order)])
+    return x.reshape(spec.result.shape)
+
+
+def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
+    """The score of a zero logit, `[batch, kv_head, group, query, key]`, sizes 1 where constant."""
+    import jax.numpy as jnp
+
+    from hlo_opt import ir as hlo_ir
+    from hlo_opt.trace import evaluate
+
+    wanted = ("batch", "kv_head", "group", "query", "key")
+    tiles = [
+        arrange(extra, dims, spec, wanted)
+        for extra, dims in zip(extras, spec.extra_dims, strict=True)
+    ]
+    batch = math.prod(spec.size(role) for role in spec.batch_roles)
+    heads = spec.size("kv_head") * spec.size("group")
+    indices = [
+        jnp.arange(batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1),
+        jnp.arange(heads, dtype=jnp.int32).reshape(1, spec.size("kv_head"), -1, 1, 1),
+        jnp.arange(spec.size("query"), dtype=jnp.int32).reshape(1, 1, 1, -1, 1),
+        jnp.arange(spec.size("key"), dtype=jnp.int32).reshape(1, 1, 1, 1, -1),
+    ]
+    function = next(functions(hlo_ir.parse(spec.score)))
+    return evaluate(function, jnp.float32(0), *tiles, *indices)
+
+
+@register_kernel
+class FlashAttention:
+    """`jax.experimental.pallas.ops.tpu.flash_attention`."""
+
+    composite = "hlo_opt.attention"
+    name = "Pallas flash attention"
+
+    def spec(self, op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
+        return attention_spec(op, module)
+
+    def arguments(self, spec: AttentionSpec) -> Sequence[ArrayType]:
+        return spec.arguments
+
+    def precision(self, spec: AttentionSpec) -> str:
+        return spec.qk_precision[0].lower()
+
+    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
+        return next(
+            (No(reason) for reason in (*_shape_reasons(spec), *_score_reasons(spec)) if reason),
+            None,
+        )
+
+    def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
+        # 1024 x 1024 in steps of 512 is within reach of the best on every generation for bf16 at
+        # depth 128, the library's default of 128 is 5 to 10 times slower. A bias and f32 operands
+        # need room: v4 and v5e let a kernel have 16 MB of VMEM unless it asks for more.
+        largest = 1024 if not self._needs_bias(spec) and spec.qk_type == "bf16" else 512
+        q = _divisor(spec.size("query"), largest)
+        major = _divisor(spec.size("key"), largest)
+        minor = _divisor(major, 512)
+        config = (("block_q", q), ("block_k_major", major), ("block_k", minor))
+        return [Candidate(f"{self.name}, blocks q={q}, k={major}/{minor}", config)]
+
+    def _needs_bias(self, spec: AttentionSpec) -> bool:
+        assert isinstance(spec.form, Linear)
+        return bool(spec.form.masks) and not _is_causal(spec.form)
+
+    def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+        form = spec.form
+        assert isinstance(form, Linear)
+        blocks = flash.BlockSizes(block_b=1, **dict(candidate.config))
+        causal = _is_causal(form)
+        result_type = spec.result.dtype
+
+        def one_head(q: Any, k: Any, v: Any, bias: Any) -> Any:
+            return flash.flash_attention(
+                q[None, None],
+                k[None, None],
+                v[None, None],
+                None if bias is None else bias[None, None],
+                causal=causal,
+                sm_scale=form.scale,
+                block_sizes=blocks,
+            )[0, 0]
+
+        def kernel(q: Any, k: Any, v: Any, *extras: Any) -> Any:
+            q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
+            k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
+            v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
+            wide = jnp.promote_types(_jnp_type(spec.qk_type), result_type)
+            q, k, v = q.astype(wide), k.astype(wide), v.astype(_jnp_type(spec.probs_type))
+            bias = _bias(spec, form, extras) if form.masks and not causal else None
+            axes = [None if bias is None or bias.shape[i] == 1 else 0 for i in range(3)]
+            if bias is not None:
+                squeezed = tuple(i for i in range(3) if axes[i] is None)
+                bias = jnp.squeeze(bias, squeezed)
+            over_group = jax.vmap(one_head, (0, None, None, axes[2]))
+            over_heads = jax.vmap(over_group, (0, 0, 0, axes[1]))
+            out = jax.vmap(over_heads, (0, 0, 0, axes[0]))(q, k, v, bias)
+            return restore(out.astype(result_type), spec)
+
+        return kernel
+
+
+def _bias(spec: AttentionSpec, form: Linear, extras: Sequence[Any]) -> Any:
+    """What is added to `q k` before the scale: zero where open, far below where masked.
+
+    The kernel computes `(q k + bias) * scale`, and its running maximum must stay finite.
+    """
+    import jax.numpy as jnp
+
+    lowest = MASKED / max(form.scale, 1.0)
+    value = score_bias(spec, extras)
+    (mask,) = form.masks
+    if mask.additive:
+        bias = jnp.maximum(value / form.scale, lowest)
+    else:
+        bias = jnp.where(value < 0.5 * FAR_BELOW, lowest, 0.0)
+    shape = (*bias.shape[:3], spec.size("query"), spec.size("key"))
+    return jnp.broadcast_to(bias.astype(jnp.float32), shape)
+
+
+def _is_causal(form: Linear) -> bool:
+    return (
+        len(form.masks) == 1
+        and not form.bias
+        and causal_offset(form.masks[0].open) == 0
+        and form.masks[0].value <= FAR_BELOW
+    )
+
+
+def _jnp_type(name: str) -> Any:
+    import jax.numpy as jnp
+
+    return {"bf16": jnp.bfloat16, "f32": jnp.float32, "f16": jnp.float16}[name]
+
+
+def _divisor(size: int, largest: int) -> int:
+    """The largest multiple of 128 up to `largest` that divides `size`."""
+    return next(b for b in range(min(largest, size), 0, -128) if size % b == 0)
+
+
+def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
+    depth, value_depth = spec.size("depth"), spec.size("value_depth")
+    reasons = []
+    for role in ("query", "key"):
+        if spec.size(role) % 128:
+            reasons.append(f"{spec.size(role)} {role} positions, not a multiple of 128")
+    if depth != value_depth:
+        reasons.append(f"depth {depth} of q and k differs from depth {value_depth} of v")
+    if depth > 128 and depth % 128:
+        reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
+    if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
+        reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
+    if spec.result.dtype.itemsize > 4:
+        reasons.append(f"a result in {spec.result.dtype}")
+    if len({*spec.qk_precision, *spec.pv_precision}) > 1:
+        reasons.append("the matmuls ask for different precisions")
+    return reasons
+
+
+def _score_reasons(spec: AttentionSpec) -> Sequence[str]:
+    form = spec.form
+    if spec.probs:
+        return ["a function is applied to the probabilities"]
+    if isinstance(form, NotLinear):
+        return [f"the score function is not linear in the logit: {form.reason}"]
+    if form.bias:
+        return ["the score function adds a bias, which may hold values the kernel cannot mask with"]
+    if form.scale <= 0:
+        return [f"the scale {form.scale} is not positive"]
+    if len(form.masks) > 1:
+        return ["the score function applies several masks"]
+    if form.masks and not _is_causal(form):
+        return _mask_reasons(form.masks[0])
+    return []
+
+
+def _mask_reasons(mask: Mask) -> Sequence[str]:
+    if mask.value == -math.inf:
+        return ["a mask that is not causal writes -inf, with which a row may have no maximum"]
+    if not mask.additive and mask.value > FAR_BELOW:
+        return [f"a mask writes {mask.value:g}, which is not far below every logit"]
+    return []
