@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -78,35 +79,57 @@ def inline_call(call: ir.Operation, callee: ir.Operation) -> None:
     call.erase()
 
 
+def _compile(module: ir.Module, devices: Sequence[Any]) -> Any:
+    """Compiles a module for devices (or a topology's) with JAX's compile step."""
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client
+
+    if "sym_name" not in module.operation.attributes:  # JAX's cache key wants one
+        module.operation.attributes["sym_name"] = ir.StringAttr.get("module", module.context)
+    array, client = np.array(devices), devices[0].client
+    options = pxla.create_compile_options(module, False, (False,), (False,), client, array, {})
+    return compiler.compile_or_get_cached(
+        client, module, array, options, [], xla_client.DeviceList(tuple(devices)), None
+    )
+
+
 def compile_for_topology(module: ir.Module, topology: str) -> Any:
     """Compiles a module with libtpu for a topology such as `v5e:1x1`; no device is needed.
 
     Returns:
       the compiler's executable (`get_compiled_memory_stats()`, `hlo_modules()`).
     """
-    import jax
-    import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import pxla
-    from jax._src.lib import xla_client
     from jax.experimental import topologies
 
-    del jax  # its import sets up what the others need
     name, shape = topology.split(":")
     sizes = [int(size) for size in shape.split("x")]
-    bounds = [*sizes, 1, 1][:3]
     description = topologies.get_topology_desc(
-        platform="tpu", topology_name=topology, chips_per_host_bounds=bounds
+        platform="tpu", topology_name=topology, chips_per_host_bounds=[*sizes, 1, 1][:3]
     )
-    count = int(np.prod(sizes))
-    devices = description.devices[:count] if name == "tpu7x" else description.devices
-    array = np.array(devices)
-    options = pxla.create_compile_options(
-        module, False, (False,), (False,), devices[0].client, array, {}
-    )
-    return compiler.compile_or_get_cached(
-        devices[0].client, module, array, options, [], xla_client.DeviceList(tuple(devices)), None
-    )
+    devices = description.devices
+    if name == "tpu7x":  # two cores a chip are two devices
+        devices = devices[: math.prod(sizes)]
+    return _compile(module, devices)
+
+
+def run_on_cpu(module: ir.Module, arguments: Sequence[Any]) -> list[Any]:
+    """Compiles a module for one CPU device, runs it and returns its results as NumPy arrays.
+
+    Args:
+      module: all arguments of its `main` are taken; it may be given a name.
+      arguments: NumPy arrays of the exact argument types, 64-bit ones included.
+    """
+    import jax
+    import numpy as np
+
+    device = jax.devices("cpu")[0]
+    executable = _compile(module, [device])
+    with jax.enable_x64(True):
+        placed = [jax.device_put(argument, device) for argument in arguments]
+        results = executable.execute_sharded(placed).disassemble_into_single_device_arrays()
+        return [np.asarray(shards[0]) for shards in results]
 
 
 @contextlib.contextmanager
