@@ -7,7 +7,6 @@ are inequalities. Causality is derived from the inequality, never assumed from a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -153,7 +152,7 @@ def _rounded(value: float, type_: ir.Type) -> float | None:
     if isinstance(type_, ir.FloatType):
         dtype = numpy_dtype(type_)
         return float(np.asarray(value).astype(dtype)) if dtype is not None else None
-    return value if value == int(value) and 0 <= value <= 127 else None
+    return value if value.is_integer() and 0 <= value <= 127 else None
 
 
 def _number(value: _Value) -> float | None:
@@ -184,7 +183,7 @@ def _scaled(value: _Value, factor: float) -> _Value | None:
     if isinstance(value, Linear):
         masks = tuple(replace(m, value=m.value * factor) for m in value.masks)
         return replace(value, scale=value.scale * factor, masks=masks)
-    if isinstance(value, _Affine) and factor == int(factor):
+    if isinstance(value, _Affine) and factor.is_integer():
         k = int(factor)
         return _Affine(tuple((n, c * k) for n, c in value.terms), value.offset * k)
     if isinstance(value, _Choice):
@@ -225,7 +224,7 @@ def _shifted(logit: Linear, other: _Value) -> _Value | None:
 def _affine(value: float | _Affine) -> _Affine | None:
     if isinstance(value, _Affine):
         return value
-    return _Affine((), int(value)) if math.isfinite(value) and value == int(value) else None
+    return _Affine((), int(value)) if value.is_integer() else None
 
 
 def _sum(left: _Affine | None, right: _Affine | None) -> _Value | None:

@@ -158,7 +158,8 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
         jnp.arange(spec.size("query"), dtype=jnp.int32).reshape(1, 1, 1, -1, 1),
         jnp.arange(spec.size("key"), dtype=jnp.int32).reshape(1, 1, 1, 1, -1),
     ]
-    function = next(functions(hlo_ir.parse(spec.score)))
+    module = hlo_ir.parse(spec.score)  # its functions live as long as it does
+    (function,) = functions(module)
     return evaluate(function, jnp.float32(0), *tiles, *indices)
 
 
