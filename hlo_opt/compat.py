@@ -8,9 +8,11 @@ driver starts without paying for `import jax`.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -162,3 +164,63 @@ def module_bytecode(lowered: Any) -> bytes:
     buffer = io.BytesIO()
     lowered.compiler_ir("stablehlo").operation.write_bytecode(buffer)
     return buffer.getvalue()
+
+
+def default_platform() -> str:
+    """The platform JAX runs on by default (`cpu`, `gpu` or `tpu`)."""
+    return default_device()[0]
+
+
+def default_device() -> tuple[str, str]:
+    """Platform and kind of the device JAX runs on by default."""
+    import jax
+
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.platform, device.device_kind
+
+
+def with_module(lowered: Any, module: ir.Module) -> Any:
+    """A copy of a `jax.stages.Lowered` that holds another module; donation is kept."""
+    lowering = copy.copy(lowered._lowering)
+    lowering._hlo = module
+    lowering._executable = None
+    replaced = copy.copy(lowered)
+    replaced._lowering = lowering
+    return replaced
+
+
+Rewriter = Callable[[str, Callable[[], bytes], Any], ir.Module | None]
+
+
+def install_compile_hook(rewrite: Rewriter) -> None:
+    """Lets `rewrite` replace the modules that JAX compiles, once for the process.
+
+    Args:
+      rewrite: gets a module's name, its bytecode on demand and the first device it is for; returns
+        the module to compile instead, or None. JAX's module is left as it is.
+    """
+    from jax._src import compiler
+
+    original = compiler.compile_or_get_cached
+    if getattr(original, "hlo_opt_hook", False):
+        return
+
+    @functools.wraps(original)
+    def hooked(
+        backend: Any, computation: ir.Module, devices: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = ir.StringAttr(computation.operation.attributes["sym_name"]).value
+
+        def bytecode() -> bytes:
+            buffer = io.BytesIO()
+            computation.operation.write_bytecode(buffer)
+            return buffer.getvalue()
+
+        replacement = rewrite(name, bytecode, devices.flat[0])
+        module = computation if replacement is None else replacement
+        return original(backend, module, devices, *args, **kwargs)
+
+    hooked.hlo_opt_hook = True  # type: ignore[attr-defined]
+    compiler.compile_or_get_cached = hooked

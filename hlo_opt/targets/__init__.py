@@ -12,6 +12,7 @@ from hlo_opt.targets.target import (
     check_target,
     get_target,
     is_tpu,
+    target_of_device,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "compile_module",
     "get_target",
     "is_tpu",
+    "target_of_device",
 ]

@@ -74,3 +74,10 @@ def check_target(name: str) -> None:
     if name not in _TARGETS and name not in HOST_PLATFORMS:
         names = ", ".join((*_TARGETS, *HOST_PLATFORMS))
         raise HloOptError(f"error: unknown target '{name}': expected one of {names}")
+
+
+def target_of_device(platform: str, device_kind: str) -> str | None:
+    """The target's name for a JAX device's platform and kind; None where we know none."""
+    if platform == "tpu":
+        return next((t.name for t in _TARGETS.values() if t.device_kind == device_kind), None)
+    return platform if platform in HOST_PLATFORMS else None
