@@ -7,6 +7,7 @@ arrays with broadcasting, so that kernels can apply it to tiles.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from jaxlib.mlir import ir
 
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
-from hlo_opt.ir.module import BYTECODE_MAGIC
-from hlo_opt.ir.signature import ArrayType, numpy_dtype
+from hlo_opt.ir.inline import inline_calls
+from hlo_opt.ir.signature import ArrayType, main_function, numpy_dtype
 from hlo_opt.ir.walk import element_type, functions, scalar, splat_attribute, symbol_name
 
 
@@ -50,29 +51,34 @@ def lower_function(
 
 
 def splice(module: ir.Module, bytecode: bytes, name: str) -> str:
-    """Adds the functions of a lowered JAX function to a module, privately.
+    """Adds a lowered JAX function to a module, as one private function.
 
     Args:
       module: the module that is changed.
       bytecode: what `lower_function` returned.
-      name: the wanted symbol name of its `main`.
+      name: the wanted symbol name.
 
     Returns:
       the symbol name it got.
     """
-    assert bytecode.startswith(BYTECODE_MAGIC)
+    taken = {symbol_name(f) for f in functions(module)}
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(bytecode)
-        taken = {symbol_name(f) for f in functions(module)}
-        renamed: dict[str, str] = {}
-        for function in functions(source):
-            old = symbol_name(function)
-            renamed[old] = _unique(name if old == "main" else f"{name}.{old}", taken)
-        for function in functions(source):
+        inline_calls(source, largest=sys.maxsize)
+        main = main_function(source)
+        others = [f for f in functions(source) if f != main and _is_used(f, main)]
+        renamed = {symbol_name(f): _unique(f"{name}.{symbol_name(f)}", taken) for f in others}
+        renamed["main"] = _unique(name, taken)
+        for function in (main, *others):
             _make_private(function, renamed)
             with ir.InsertionPoint(module.body):
                 function.clone()
     return renamed["main"]
+
+
+def _is_used(function: ir.Operation, main: ir.Operation) -> bool:
+    """Whether something that inlining left still refers to a function."""
+    return f"@{symbol_name(function)}" in main.get_asm(use_local_scope=True)
 
 
 def _unique(name: str, taken: set[str]) -> str:
