@@ -16,7 +16,8 @@ from jaxlib.mlir import ir
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.inline import inline_calls
-from hlo_opt.ir.signature import ArrayType, main_function, numpy_dtype
+from hlo_opt.ir.module import run_cxx_passes
+from hlo_opt.ir.signature import ArrayType, numpy_dtype
 from hlo_opt.ir.walk import element_type, functions, scalar, splat_attribute, symbol_name
 
 
@@ -65,20 +66,16 @@ def splice(module: ir.Module, bytecode: bytes, name: str) -> str:
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(bytecode)
         inline_calls(source, largest=sys.maxsize)
-        main = main_function(source)
-        others = [f for f in functions(source) if f != main and _is_used(f, main)]
-        renamed = {symbol_name(f): _unique(f"{name}.{symbol_name(f)}", taken) for f in others}
-        renamed["main"] = _unique(name, taken)
-        for function in (main, *others):
+        run_cxx_passes(source, "symbol-dce")
+        renamed = {
+            old: _unique(name if old == "main" else f"{name}.{old}", taken)
+            for old in map(symbol_name, functions(source))
+        }
+        for function in functions(source):
             _make_private(function, renamed)
             with ir.InsertionPoint(module.body):
                 function.clone()
     return renamed["main"]
-
-
-def _is_used(function: ir.Operation, main: ir.Operation) -> bool:
-    """Whether something that inlining left still refers to a function."""
-    return f"@{symbol_name(function)}" in main.get_asm(use_local_scope=True)
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -6,9 +6,10 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.ir.walk import (
     decomposition_names,
     defining_op,
@@ -34,12 +35,7 @@ class Normalize(Pass):
         for function in functions(module):
             if symbol_name(function) not in composed:
                 apply_greedily(function, REWRITES)
-        _run_cxx(module, "cse,symbol-dce")
-
-
-def _run_cxx(module: ir.Module, passes: str) -> None:
-    with module.context:
-        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        run_cxx_passes(module, "cse,symbol-dce")
 
 
 def _splat_of(type_: ir.Type, number: float | int) -> ir.Value:

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 
-from jaxlib.mlir import ir
+from jaxlib.mlir import ir, passmanager
 
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
@@ -111,3 +111,9 @@ def clone(module: ir.Module) -> ir.Module:
         for op in module.body.operations:
             op.operation.clone()
     return copy
+
+
+def run_cxx_passes(module: ir.Module, passes: str) -> None:
+    """Runs MLIR passes on the module, in place; for our own fixed lists, not for users' text."""
+    with module.context:
+        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
