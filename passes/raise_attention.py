@@ -21,6 +21,7 @@ from hlo_opt.ir.scalar import (
     widen,
 )
 from hlo_opt.ir.walk import decomposition_names, element_type, exponentials
+from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, Captured, match_attention
 from hlo_opt.patterns.softmax import Refusal, match_softmax
 from hlo_opt.pipeline import Pass, PassContext, register_pass
@@ -56,7 +57,8 @@ class RaiseAttention(Pass):
             elif match is not None:
                 gone.update(match.ops)
                 composite = _outline(outliner, match)
-                self.remark(ctx, "applied", f"raised: {describe(match)}", op=composite)
+                words = ", ".join(filter(None, (describe(match), _score(outliner, composite))))
+                self.remark(ctx, "applied", f"raised: {words}", op=composite)
 
 
 def describe(match: Attention) -> str:
@@ -66,6 +68,12 @@ def describe(match: Attention) -> str:
     kind = f"GQA {heads * group}/{heads}" if group > 1 else f"{heads} heads"
     queries = match.roles.get("query", 1)
     return f"{kind}, {queries} x {match.roles['key']}, depth {match.roles['depth']}"
+
+
+def _score(outliner: Outliner, composite: ir.Operation) -> str:
+    attributes = ir.DictAttr(composite.attributes["composite_attributes"])
+    name = ir.FlatSymbolRefAttr(attributes["score"]).value
+    return score.describe(score.analyse(outliner.functions[name]))
 
 
 def _outline(outliner: Outliner, match: Attention) -> ir.Operation:

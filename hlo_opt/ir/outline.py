@@ -20,6 +20,7 @@ class Outliner:
         self.module = module
         self._names = {symbol_name(f) for f in functions(module)}
         self._by_text: dict[str, str] = {}
+        self.functions: dict[str, ir.Operation] = {}  # those this outliner added, by name
 
     def function(
         self,
@@ -61,6 +62,7 @@ class Outliner:
         unique = self._unique(name)
         function.attributes["sym_name"] = ir.StringAttr.get(unique, self.module.context)
         self._by_text[text] = unique
+        self.functions[unique] = function
         return unique
 
     def _unique(self, name: str) -> str:
