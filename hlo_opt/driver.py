@@ -105,7 +105,7 @@ class Driver:
 
     def _run(self) -> int:
         pipelines.load_passes()
-        self.options = self.parser().parse_args(self.argv)
+        self.options = self.parser().parse_args([_closed(word) for word in self.argv])
         if text := self.information():
             self.stdout.write(text.encode())
             return 0
@@ -113,9 +113,9 @@ class Driver:
         context().allow_unregistered_dialects = self.options.allow_unregistered_dialect
         source = self.read()
         steps = pipelines.resolve(self.pipeline_text(source))
-        module = self.parse(source)
         if self.options.verify_diagnostics:
-            return self.verify_diagnostics(module, steps)
+            return self.verify_diagnostics(source, steps)
+        module = self.parse(source)
         result = self.transform(module, steps)
         status = 0
         if self.options.verify_numerics:
@@ -348,7 +348,7 @@ class Driver:
         print(compile_module(module, self.options.target).table(), file=self.stderr)
 
     def verify_diagnostics(
-        self, module: ir.Module, steps: Sequence[pipelines.Pass | pipelines.CxxPass]
+        self, source: bytes, steps: Sequence[pipelines.Pass | pipelines.CxxPass]
     ) -> int:
         """Compares remarks and the error with the input's expectations; returns the status."""
         from hlo_opt.testing.diagnostics import check
@@ -356,17 +356,13 @@ class Driver:
         error = None
         self.ctx = PassContext(target=self.options.target)
         try:
-            pipelines.run_pipeline(module, steps, self.ctx)
+            pipelines.run_pipeline(self.parse(source), steps, self.ctx)
         except HloOptError as problem:
             error = problem
-        problems = check(self.source_text(), self.ctx.remarks, error)
-        for problem in problems:
-            print(f"{self.options.input}:{problem}", file=self.stderr)
+        problems = check(source.decode(errors="replace"), self.ctx.remarks, error)
+        for problem_text in problems:
+            print(f"{self.options.input}:{problem_text}", file=self.stderr)
         return 1 if problems else 0
-
-    def source_text(self) -> str:
-        """The input as text, read again for its comments."""
-        return Path(self.options.input).read_text()
 
     def reports_only(self) -> bool:
         """Whether a check was asked for and no output file: then stdout stays free of IR."""
@@ -400,6 +396,13 @@ DIALECTS = (
     "tensor",
     "vhlo",
 )
+
+
+def _closed(word: str) -> str:
+    """A pass flag without options as `--flag=`: the next word is never its options."""
+    name = word.removeprefix("--")
+    known = (pipelines.PASSES, pipelines.PIPELINES, pipelines.CXX_PASSES)
+    return f"{word}=" if word.startswith("--") and any(name in k for k in known) else word
 
 
 def summary(cls: type) -> str:
