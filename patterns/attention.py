@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from hlo_opt.ir.index import LAYOUT_OPS, Index, Opaque, Space, Split, pull_back, shape_of
+from hlo_opt.ir.index import (
+    LAYOUT_OPS,
+    DynamicShape,
+    Index,
+    Opaque,
+    Space,
+    Split,
+    pull_back,
+    shape_of,
+)
 from hlo_opt.ir.scalar import (
     ELEMENTWISE_OPS,
     Apply,
@@ -108,7 +117,14 @@ def match_attention(softmax: Softmax) -> Attention | Refusal | None:
     second = _second_matmul(softmax)
     if second is None:
         return None
-    matcher = _Matcher(softmax, *second)
+    try:
+        return _refined(_Matcher(softmax, *second))
+    except DynamicShape:
+        return Refusal("a shape is dynamic", second[0])
+
+
+def _refined(matcher: _Matcher) -> Attention | Refusal:
+    """Runs a matcher until no atom has to be split any more."""
     while True:
         try:
             return matcher.run()

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.index import LAYOUT_OPS, Index, Opaque, Space, Split, pull_back, shape_of
+from hlo_opt.ir.index import (
+    LAYOUT_OPS,
+    DynamicShape,
+    Index,
+    Opaque,
+    Space,
+    Split,
+    pull_back,
+    shape_of,
+)
 from hlo_opt.ir.walk import defining_op, ops_between, reduction, splat
 
 
@@ -54,8 +63,15 @@ def match_softmax(exp: ir.Operation) -> Softmax | Refusal | None:
       None where this exponential has nothing to do with one.
     """
     exponential = exp.results[0]
-    if not isinstance(exponential.type, ir.RankedTensorType) or not shape_of(exponential):
+    if not isinstance(exponential.type, ir.RankedTensorType) or not exponential.type.rank:
         return None
+    try:
+        return _match(exp, exponential)
+    except DynamicShape:
+        return Refusal("a shape is dynamic", exp)
+
+
+def _match(exp: ir.Operation, exponential: ir.Value) -> Softmax | Refusal | None:
     for result, find_sum, factor in _divisions(exponential):
         axis = _reduced_axis(find_sum, factor, exponential)
         if axis is not None:

@@ -28,6 +28,10 @@ class Opaque(Exception):
     """The element does not come from one element of the operand in an affine way."""
 
 
+class DynamicShape(Opaque):
+    """A shape is not known, so elements cannot be followed."""
+
+
 @dataclass(frozen=True)
 class Index:
     """`offset + sum(stride * atom)`, terms ordered by falling stride."""
@@ -124,8 +128,11 @@ class Space:
 
 
 def shape_of(value: ir.Value) -> list[int]:
-    """The static shape of a ranked tensor value."""
-    return list(ir.RankedTensorType(value.type).shape)
+    """The static shape of a ranked tensor value. Raises `DynamicShape` where it has none."""
+    type_ = ir.RankedTensorType(value.type)
+    if not type_.has_static_shape:
+        raise DynamicShape(str(type_))
+    return list(type_.shape)
 
 
 def linearize(index: Sequence[Index], shape: Sequence[int]) -> Index:
