@@ -98,6 +98,7 @@ def _make_private(function: ir.Operation, renamed: dict[str, str]) -> None:
     function.walk(visit)
     function.attributes["sym_name"] = ir.StringAttr.get(renamed[symbol_name(function)])
     function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    function.attributes["no_inline"] = ir.UnitAttr.get()  # one kernel for all its calls
     for attribute in ("arg_attrs", "res_attrs"):
         if attribute in function.attributes:
             del function.attributes[attribute]
