@@ -66,7 +66,7 @@ def splice(module: ir.Module, bytecode: bytes, name: str) -> str:
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(bytecode)
         inline_calls(source, largest=sys.maxsize)
-        run_cxx_passes(source, "symbol-dce")
+        run_cxx_passes(source.operation, "cse,symbol-dce")
         renamed = {
             old: _unique(name if old == "main" else f"{name}.{old}", taken)
             for old in map(symbol_name, functions(source))

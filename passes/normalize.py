@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from hlo_opt.ir.inline import inline_calls
 from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.ir.walk import (
-    decomposition_names,
+    closed_functions,
     defining_op,
     element_type,
     functions,
@@ -30,12 +31,21 @@ class Normalize(Pass):
     """Inlines functions, folds constants and identities, removes duplicate and dead code."""
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
-        Inline().run(module, ctx)
-        composed = decomposition_names(module)
-        for function in functions(module):
-            if symbol_name(function) not in composed:
-                apply_greedily(function, REWRITES)
-        run_cxx_passes(module, "cse,symbol-dce")
+        limit = Inline().max_ops
+        inline_calls(module, limit)
+        _fold(module)
+        # What folding made smaller may have become small enough to be inlined.
+        while inline_calls(module, limit):
+            _fold(module)
+        run_cxx_passes(module.operation, "symbol-dce")
+
+
+def _fold(module: ir.Module) -> None:
+    closed = closed_functions(module)
+    for function in functions(module):
+        if symbol_name(function) not in closed:
+            apply_greedily(function, REWRITES)
+            run_cxx_passes(function, "cse")
 
 
 def _splat_of(type_: ir.Type, number: float | int) -> ir.Value:

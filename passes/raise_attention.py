@@ -20,7 +20,7 @@ from hlo_opt.ir.scalar import (
     tensor0,
     widen,
 )
-from hlo_opt.ir.walk import decomposition_names, element_type, exponentials
+from hlo_opt.ir.walk import closed_functions, element_type, exponentials
 from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, Captured, match_attention
 from hlo_opt.patterns.softmax import Refusal, match_softmax
@@ -42,7 +42,7 @@ class RaiseAttention(Pass):
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         outliner = Outliner(module)
         gone: set[ir.Operation] = set()
-        for exp in exponentials(module, skip=decomposition_names(module)):
+        for exp in exponentials(module, skip=closed_functions(module)):
             if exp in gone:
                 continue
             softmax = match_softmax(exp)

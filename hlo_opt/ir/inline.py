@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxlib.mlir import ir
 
 from hlo_opt import compat
+from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.ir.walk import functions, symbol_name
 
 
@@ -18,19 +19,28 @@ class _Function:
     users: int = 0
 
 
-def inline_calls(module: ir.Module, largest: int) -> None:
+def inline_calls(module: ir.Module, largest: int) -> bool:
     """Inlines calls of private functions of at most `largest` ops, or called from one place.
 
-    Recursive functions and functions of several blocks are left alone.
+    Functions that nothing uses any more are removed. Recursive functions, functions of several
+    blocks and those marked `no_inline` are left alone. Says whether anything was inlined.
     """
+    changed = False
+    while _inline_once(module, largest):
+        # A function may be called from one place only once its dead callers are gone.
+        run_cxx_passes(module.operation, "symbol-dce")
+        changed = True
+    return changed
+
+
+def _inline_once(module: ir.Module, largest: int) -> int:
     table = {symbol_name(op): _summary(op) for op in functions(module)}
     for function in table.values():
         for call in function.calls:
             if (name := _callee(call)) in table:
                 table[name].users += 1
     done: set[str] = set()
-    for name in table:
-        _inline_into(name, table, largest, done, ())
+    return sum(_inline_into(name, table, largest, done, ()) for name in table)
 
 
 def _summary(function: ir.Operation) -> _Function:
@@ -52,21 +62,23 @@ def _callee(call: ir.Operation) -> str:
 
 def _inline_into(
     name: str, table: dict[str, _Function], largest: int, done: set[str], path: tuple[str, ...]
-) -> None:
-    """Inlines everything that may be inlined into function `name`."""
+) -> int:
+    """Inlines everything that may be inlined into function `name`; returns how many calls."""
     if name in done or name not in table:
-        return
+        return 0
     done.add(name)
-    function = table[name]
+    function, count = table[name], 0
     for call in function.calls:
         callee = _callee(call)
         if callee == name or callee in path:
             continue
-        _inline_into(callee, table, largest, done, (*path, name))
+        count += _inline_into(callee, table, largest, done, (*path, name))
         target = table.get(callee)
         if target is not None and _may_inline(target, largest):
             function.size += target.size
             compat.inline_call(call, target.op)
+            count += 1
+    return count
 
 
 def _may_inline(function: _Function, largest: int) -> bool:

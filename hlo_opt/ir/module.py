@@ -113,7 +113,7 @@ def clone(module: ir.Module) -> ir.Module:
     return copy
 
 
-def run_cxx_passes(module: ir.Module, passes: str) -> None:
-    """Runs MLIR passes on the module, in place; for our own fixed lists, not for users' text."""
-    with module.context:
-        passmanager.PassManager.parse(f"builtin.module({passes})").run(module.operation)
+def run_cxx_passes(op: ir.Operation, passes: str) -> None:
+    """Runs MLIR passes on a module or function, in place; for our own lists, not users' text."""
+    with op.context:
+        passmanager.PassManager.parse(f"{op.name}({passes})").run(op)

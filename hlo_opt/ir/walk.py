@@ -86,9 +86,9 @@ def reduction(op: ir.Operation) -> tuple[str, list[int]] | None:
     return combine.name, list(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
-def decomposition_names(module: ir.Module) -> set[str]:
-    """Names of functions that some composite refers to: its decomposition and its attributes."""
-    names: set[str] = set()
+def closed_functions(module: ir.Module) -> set[str]:
+    """Names of functions that passes leave alone: what composites refer to, and kernels."""
+    names = {symbol_name(f) for f in functions(module) if "no_inline" in f.attributes}
 
     def visit(op: ir.Operation) -> ir.WalkResult:
         if op.name == "stablehlo.composite":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from hlo_opt.ir.signature import check_static, main_function
 from hlo_opt.targets.target import get_target
 
 TIMEOUT_SECONDS = 600
+WORKER = [sys.executable, "-m", "hlo_opt.targets.worker"]
 
 # libtpu looks for a TPU at start-up unless it is told what to pretend.
 _ENVIRONMENT = {
@@ -87,11 +89,14 @@ def compile_module(
     """
     chosen = get_target(target)
     check_static(main_function(module))
+    if not has_libtpu():
+        raise HloOptError(
+            "error: compiling for a TPU needs the package libtpu: pip install 'hlo-opt[tpu]'"
+        )
     with tempfile.TemporaryDirectory(prefix="hlo-opt-") as folder:
         request, answer = Path(folder, "module.mlir"), Path(folder, "answer.json")
         request.write_bytes(serialize(module, Format.BYTECODE))
-        command = [sys.executable, "-m", "hlo_opt.targets.worker", chosen.topology]
-        command += [str(request), str(answer), str(int(keep_hlo))]
+        command = [*WORKER, chosen.topology, str(request), str(answer), str(int(keep_hlo))]
         try:
             run = subprocess.run(
                 command,
@@ -114,6 +119,11 @@ def compile_module(
     if "error" in result:
         raise HloOptError(f"error: {target} refuses the module: {readable(result['error'])}")
     return CompileReport(target=target, **result)
+
+
+def has_libtpu() -> bool:
+    """Whether libtpu is installed."""
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def readable(message: str) -> str:

@@ -1,0 +1,100 @@
+"""XLA's TPU compiler takes what we emit, for every generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxlib.mlir import ir
+
+import decoder
+import hlo_opt
+from hlo_opt import ir as hlo_ir
+from hlo_opt.errors import HloOptError
+from hlo_opt.targets import TPU_NAMES, compile_module
+
+pytestmark = [pytest.mark.slow, pytest.mark.tpu]
+
+CONFIG = decoder.Config(layers=2, sequence=2048, hidden=1024, heads=16, kv_heads=4, depth=64)
+
+
+@pytest.fixture(scope="module")
+def model() -> ir.Module:
+    return hlo_ir.parse(decoder.lower(CONFIG).as_text())
+
+
+@pytest.mark.parametrize("target", TPU_NAMES)
+def test_decoder(model: ir.Module, target: str) -> None:
+    result = hlo_opt.apply(model, target=target)
+    assert str(result.module).count("@tpu_custom_call") == 1
+    report = compile_module(result.module, target, keep_hlo=True)
+    assert report.kernels == CONFIG.layers
+    assert report.composites == 0
+    # Grouped queries: no repeated keys or values are materialised.
+    repeated = f"bf16[{CONFIG.sequence},{CONFIG.heads},{CONFIG.depth}]"
+    assert f"broadcast({repeated}" not in report.hlo
+
+
+def test_no_logits_in_hbm(model: ir.Module) -> None:
+    before = compile_module(model, "v5e")
+    after = compile_module(hlo_opt.apply(model, target="v5e").module, "v5e")
+    logits = CONFIG.heads * CONFIG.sequence**2 * 2  # bf16
+    assert before.kernels == 0
+    assert before.temporary_bytes >= logits
+    assert after.temporary_bytes < logits / 4
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    b, s, _, d = q.shape
+    x = jnp.einsum("bqkgd,bskd->bkgqs", q.reshape(b, s, k.shape[2], -1, d), k) * d**-0.5
+    open_ = jnp.tril(jnp.ones((s, s), bool)) if mask is None else mask[:, None, None]
+    p = jax.nn.softmax(jnp.where(open_, x.astype(jnp.float32), -1e30), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", p, v).reshape(q.shape)
+
+
+def operands(s: int, d: int, dtype: Any, masked: bool) -> list[jax.ShapeDtypeStruct]:
+    kv = jax.ShapeDtypeStruct((1, s, 2, d), dtype)
+    mask = [jax.ShapeDtypeStruct((1, s, s), jnp.bool_)] if masked else []
+    return [jax.ShapeDtypeStruct((1, s, 8, d), dtype), kv, kv, *mask]
+
+
+@pytest.mark.parametrize("target", ["v5e", "v5p"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("s", "d"), [(1024, 64), (8192, 128), (1024, 256)])
+def test_kernels_fit(target: str, masked: bool, dtype: Any, s: int, d: int) -> None:
+    lowered = hlo_opt.jit(attention, target=target).lower(*operands(s, d, dtype, masked))
+    assert lowered.compile().report.kernels == 1
+
+
+def test_donation_reaches_the_compiler() -> None:
+    def step(cache: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(cache, new, (0, 0))
+
+    cache, new = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (1024, 8))
+    for donated, alias in (((), 0), ((0,), 1024 * 128 * 4)):
+        f = hlo_opt.jit(step, target="v5e", donate_argnums=donated)
+        memory = f.lower(cache, new).compile().memory_analysis()
+        assert memory.alias_size_in_bytes == alias
+
+
+def test_a_refusal_is_one_readable_line() -> None:
+    text = """func.func @main(%a: tensor<200000x200000xf32>) -> tensor<200000x200000xf32> {
+      %0 = stablehlo.add %a, %a : tensor<200000x200000xf32>
+      return %0 : tensor<200000x200000xf32>
+    }"""
+    with pytest.raises(HloOptError, match="v5e refuses the module: HBM is exhausted") as error:
+        compile_module(hlo_ir.parse(text), "v5e")
+    assert "\n" not in str(error.value)
+
+
+def test_partitioned_modules_compile_with_their_number_of_devices() -> None:
+    lowered = jax.jit(lambda x: x * 2).trace(jax.ShapeDtypeStruct((8, 128), jnp.float32))
+    text = lowered.lower(lowering_platforms=("tpu",)).as_text()
+    module = hlo_ir.parse(text.replace("num_partitions = 1", "num_partitions = 8"))
+    assert compile_module(module, "v5e").argument_bytes > 0
+    odd = hlo_ir.parse(text.replace("num_partitions = 1", "num_partitions = 7"))
+    with pytest.raises(HloOptError, match="no topology with 7 devices"):
+        compile_module(odd, "v5e")

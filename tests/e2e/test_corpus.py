@@ -1,0 +1,98 @@
+"""Public models' modules, from the folder that HLO_OPT_CORPUS names."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jaxlib.mlir import ir
+
+from hlo_opt import ir as hlo_ir
+from hlo_opt.ir.walk import functions, symbol_name
+from hlo_opt.pipeline import PassContext, run_pipeline
+from hlo_opt.verify import verify_pipeline
+
+CORPUS = Path(os.environ.get("HLO_OPT_CORPUS", "no-corpus"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CORPUS.is_dir(), reason="HLO_OPT_CORPUS names no folder"),
+]
+
+EXPECTED: dict[str, Any] = (
+    json.loads((CORPUS / "EXPECTED.json").read_text()) if CORPUS.is_dir() else {}
+)
+FIRST_LIGHT: dict[str, int] = {
+    name: EXPECTED["modules"][name]["attention"] for name in EXPECTED.get("first_light", ())
+}
+# Modules whose probabilities pass through a function that JAX's flash attention has no place for.
+NO_KERNEL = {"keras-hub__gpt2_f32__prefill.mlir"}
+
+
+def attentions(module: ir.Module) -> int:
+    """`hlo_opt.attention` composites in functions that can be reached from `main`."""
+    table = {symbol_name(function): function for function in functions(module)}
+    reached, pending, count = set(), ["main"], 0
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        nonlocal count
+        if op.name == "func.call":
+            pending.append(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
+        elif op.name == "stablehlo.composite":
+            count += ir.StringAttr(op.attributes["name"]).value == "hlo_opt.attention"
+        return ir.WalkResult.ADVANCE
+
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            table[name].walk(visit)
+    return count
+
+
+@pytest.mark.parametrize("name", FIRST_LIGHT)
+def test_every_attention_is_raised(name: str) -> None:
+    ctx = PassContext()
+    module = run_pipeline(hlo_ir.read(CORPUS / name), "builtin.module(raise)", ctx)
+    assert attentions(module) == FIRST_LIGHT[name], [str(r) for r in ctx.remarks]
+
+
+@pytest.mark.parametrize("name", FIRST_LIGHT)
+def test_numbers_hold_with_kernels_interpreted(name: str) -> None:
+    report = verify_pipeline(hlo_ir.read(CORPUS / name), "inference", "v5e")
+    assert report.numerics_ok, report.table()
+    if name in NO_KERNEL:
+        assert report.kernels == 0
+    else:
+        assert report.kernels == FIRST_LIGHT[name]
+        assert report.ok, report.table()
+
+
+def test_no_module_fails_and_raising_is_idempotent() -> None:
+    paths = sorted(CORPUS.glob("*.mlir"))
+    assert len(paths) > 200
+    for path in paths:
+        module = hlo_ir.read(path)
+        result = run_pipeline(module, "inference", PassContext(target="v5e"))
+        ctx = PassContext()
+        again = run_pipeline(result, "raise", ctx)
+        assert str(again) == str(result), path.name
+        assert not [r for r in ctx.remarks if r.kind == "applied"], path.name
+
+
+def test_raised_modules_compute_the_same() -> None:
+    """One module of each package and kind, run before and after raising."""
+    chosen = {}
+    for path in sorted(CORPUS.glob("*.mlir")):
+        package, _, kind = path.stem.split("__")
+        if "sharded" not in path.stem:
+            chosen.setdefault((package, kind.split("_")[0]), path)
+    ran = 0
+    for path in chosen.values():
+        report = verify_pipeline(hlo_ir.read(path), "raise", "v5e")
+        assert report.ok, f"{path.name}\n{report.table()}"
+        ran += 1
+    assert ran >= 10
