@@ -442,6 +442,9 @@ def write_file(path: str, data: bytes) -> None:
 
 def main() -> int:
     """Entry point of the `hlo-opt` command."""
+    # JAX is used for tracing and checks on CPU only: it must not look for an accelerator.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         status = Driver(sys.argv[1:]).run()
         sys.stdout.flush()

@@ -135,7 +135,7 @@ def readable(message: str) -> str:
     vmem = re.search(r"in memory space vmem\. Used (\S+) of (\S+)", text)
     if vmem:
         return f"VMEM is exhausted: {vmem[1]} of {vmem[2].rstrip('.')}"
-    hbm = re.search(r"in memory space hbm\. Used (\S+) of (\S+)", text)
+    hbm = re.search(r"\((\S+)\) exceeds available HBM \((\S+)\)", text)
     if hbm:
-        return f"HBM is exhausted: {hbm[1]} of {hbm[2].rstrip('.')}"
+        return f"HBM is exhausted: {hbm[1]} needed, {hbm[2]} available"
     return text[:400]

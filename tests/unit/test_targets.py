@@ -51,8 +51,9 @@ def test_unknown_targets() -> None:
             "VMEM is exhausted: 256.00M of 128.00M",
         ),
         (
-            "CompileTimeHbmOom: Ran out of memory in memory space hbm. Used 20.1G of 15.75G hbm.",
-            "HBM is exhausted: 20.1G of 15.75G",
+            "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (298.12G) exceeds available HBM (15.75G). HLO module: module.",
+            "HBM is exhausted: 298.12G needed, 15.75G available",
         ),
         ("something\n else", "something else"),
     ],
