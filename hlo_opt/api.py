@@ -100,7 +100,7 @@ def _optimize(lowered: Any, pipeline: str, target: str | None) -> tuple[Any, tup
     chosen = target or target_of_device(*compat.default_device())
     result = apply(compat.module_bytecode(lowered), pipeline, target=chosen)
     rewritten = compat.with_module(lowered, _renamed(result.module))
-    if is_tpu(chosen) and host != "tpu":
+    if chosen is not None and is_tpu(chosen) and host != "tpu":
         return TargetLowered(rewritten, result.module, chosen), result.remarks
     return rewritten, result.remarks
 

@@ -86,7 +86,7 @@ def _compile(module: ir.Module, devices: Sequence[Any]) -> Any:
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import pxla
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
     if "sym_name" not in module.operation.attributes:  # JAX's cache key wants one
         module.operation.attributes["sym_name"] = ir.StringAttr.get("module", module.context)
@@ -155,7 +155,7 @@ def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterato
             mesh = AbstractMesh((), (), abstract_device=device)
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
         if interpret:
-            stack.enter_context(pltpu.force_tpu_interpret_mode(True))
+            stack.enter_context(pltpu.force_tpu_interpret_mode(True))  # type: ignore[arg-type]
         yield
 
 

@@ -360,7 +360,7 @@ class Option:
     default: Any
 
 
-def pass_options(cls: type[Pass] | type[Pipeline]) -> dict[str, Option]:
+def pass_options(cls: type[Any]) -> dict[str, Option]:
     """The options of a pass or named pipeline by their name on the command line."""
     if not dataclasses.is_dataclass(cls):
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -39,7 +39,7 @@ class Candidate:
     config: tuple[tuple[str, int], ...] = ()
 
 
-class Kernel(Protocol):
+class Kernel(Hashable, Protocol):
     """What a kernel tells about itself. `spec` is a hashable description of a composite."""
 
     composite: str

@@ -158,8 +158,8 @@ def _errors(name: str, before: np.ndarray, after: np.ndarray, exact: np.ndarray)
         return OutputErrors(name, 0, 0, differ, 0, differ, 0, problem)
     kind = np.complex128 if before.dtype.kind == "c" else np.float64
     b, a = before.astype(kind), after.astype(kind)
-    for test, what in ((np.isnan, "NaN"), (np.isposinf, "inf"), (np.isneginf, "-inf")):
-        if kind is np.float64 and not np.array_equal(test(b), test(a)):
+    for what, special in (("NaN", np.isnan), ("inf", _is_inf), ("-inf", _is_negative_inf)):
+        if not np.array_equal(special(b), special(a)):
             return OutputErrors(name, 0, 0, 0, 0, 0, 0, f"{what} in other places")
     finite = np.isfinite(b) & np.isfinite(exact)
     if before.size and not finite.any():
@@ -174,6 +174,14 @@ def _errors(name: str, before: np.ndarray, after: np.ndarray, exact: np.ndarray)
         float(np.max(np.abs(a - exact), where=finite, initial=0)),
         _ulp(before.dtype, rms),
     )
+
+
+def _is_inf(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values.real == np.inf)
+
+
+def _is_negative_inf(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values.real == -np.inf)
 
 
 def _rms(values: np.ndarray) -> float:

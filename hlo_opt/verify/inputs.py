@@ -120,7 +120,8 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 def _use_of(argument: ir.Value) -> _Use:
     """Follows an argument through ops that pass its numbers on, into loops too."""
     found = _Use()
-    pending, seen = [argument], set()
+    pending: list[ir.Value] = [argument]
+    seen: set[ir.Value] = set()
     while pending and len(seen) < 200:
         value = pending.pop()
         if value in seen:
