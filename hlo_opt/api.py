@@ -7,11 +7,13 @@ and dispatch stay JAX's own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,14 @@ from jaxlib.mlir import ir
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import parse, read
+from hlo_opt.ir.signature import function_types, main_function
 from hlo_opt.pipeline import PassContext, resolve, run_pipeline
 from hlo_opt.remarks import Remark
 from hlo_opt.targets import (
     CompileReport,
     check_target,
     compile_module,
+    get_target,
     is_tpu,
     target_of_device,
 )
@@ -81,13 +85,12 @@ def optimize(lowered: Any, pipeline: str = DEFAULT_PIPELINE, *, target: str | No
     Args:
       lowered: left as it is, with the module it shares with JAX's caches.
       pipeline: a textual pipeline.
-      target: name of the target; by default the platform it was lowered for, where that is the
-        platform JAX runs on.
+      target: name of the target; by default the device it was lowered for.
 
     Returns:
       a `jax.stages.Lowered` with the rewritten module, donation and shardings kept. For a TPU that
-      is not there, `.compile()` runs XLA's TPU compiler in a worker process and returns what it
-      says (`TargetCompiled`).
+      it was not lowered for, `.compile()` runs XLA's TPU compiler in a worker process and returns
+      what it says (`TargetCompiled`).
 
     Raises:
       HloOptError: the pipeline or the target is wrong, or a pass failed.
@@ -96,23 +99,41 @@ def optimize(lowered: Any, pipeline: str = DEFAULT_PIPELINE, *, target: str | No
 
 
 def _optimize(lowered: Any, pipeline: str, target: str | None) -> tuple[Any, tuple[Remark, ...]]:
-    host = compat.default_platform()
-    chosen = target or target_of_device(*compat.default_device())
-    result = apply(compat.module_bytecode(lowered), pipeline, target=chosen)
-    rewritten = compat.with_module(lowered, _renamed(result.module))
-    if chosen is not None and is_tpu(chosen) and host != "tpu":
-        return TargetLowered(rewritten, result.module, chosen), result.remarks
+    platforms, kind = compat.lowered_for(lowered)
+    if len(platforms) > 1:
+        names = ", ".join(platforms)
+        raise HloOptError(f"error: lowered for several platforms ({names}): lower for one of them")
+    native = target_of_device(platforms[0], kind)
+    chosen = target or native
+    result = _rewrite(compat.module_bytecode(lowered), pipeline, chosen)
+    rewritten = compat.with_module(lowered, result.module)
+    if chosen is not None and is_tpu(chosen) and chosen != native:
+        rewritten = compat.with_methods(
+            rewritten, compile=functools.partialmethod(_compile_elsewhere, chosen)
+        )
     return rewritten, result.remarks
 
 
-def _renamed(module: ir.Module) -> ir.Module:
-    """Takes our mark out of a module's name, so that it is not rewritten again."""
-    attributes = module.operation.attributes
-    if "sym_name" in attributes:
-        name = ir.StringAttr(attributes["sym_name"]).value
-        plain = re.sub(f"{_MARK}[0-9a-f]+", "", name)
-        attributes["sym_name"] = ir.StringAttr.get(plain, module.context)
-    return module
+def _rewrite(bytecode: bytes, pipeline: str, target: str | None) -> Result:
+    """`apply` for a module whose caller is JAX: it must fit in the old one's place."""
+    module = parse(bytecode)
+    result = apply(module, pipeline, target=target)
+    if function_types(main_function(result.module)) != function_types(main_function(module)):
+        raise HloOptError(f"error: pipeline '{pipeline}' changed the signature of 'main'")
+    attributes = result.module.operation.attributes
+    if "sym_name" in attributes:  # without our mark nothing rewrites it again
+        name = re.sub(f"{_MARK}[0-9a-f]+", "", ir.StringAttr(attributes["sym_name"]).value)
+        attributes["sym_name"] = ir.StringAttr.get(name, result.module.context)
+    return result
+
+
+def _compile_elsewhere(
+    lowered: Any, target: str, compiler_options: Mapping[str, Any] | None = None
+) -> TargetCompiled:
+    """`Lowered.compile` for a TPU that is not there. Raises `HloOptError` on refusal."""
+    options = {**compat.compiler_options(lowered), **(compiler_options or {})}
+    module = lowered.compiler_ir("stablehlo")
+    return TargetCompiled(compile_module(module, target, keep_hlo=True, compiler_options=options))
 
 
 class TargetCompiled:
@@ -137,22 +158,6 @@ class TargetCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise HloOptError(f"error: compiled for {self.report.target}, which is not attached here")
-
-
-class TargetLowered:
-    """A `jax.stages.Lowered` for a target that is not there; other attributes are JAX's."""
-
-    def __init__(self, lowered: Any, module: ir.Module, target: str) -> None:
-        self._lowered = lowered
-        self._module = module
-        self.target = target
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lowered, name)
-
-    def compile(self) -> TargetCompiled:
-        """Compiles for the target in a worker process. Raises `HloOptError` on refusal."""
-        return TargetCompiled(compile_module(self._module, self.target, keep_hlo=True))
 
 
 def jit(
@@ -196,15 +201,14 @@ class Jitted:
         compat.install_compile_hook(_rewrite_for_jax)
         self.pipeline = pipeline
         self.target = target
-        key = hashlib.sha256(f"{pipeline}\n{target}".encode()).hexdigest()[:12]
-        _PIPELINES[key] = pipeline
-        self._module_name = _module_name(fun, key)
+        self._key = _key(fun, pipeline, target)
+        _PIPELINES[self._key] = pipeline
 
         @functools.wraps(fun)
         def marked(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        marked.__name__ = marked.__qualname__ = f"{_name_of(fun)}{_MARK}{key}"
+        marked.__name__ = marked.__qualname__ = f"{_name_of(fun)}{_MARK}{self._key}"
         self._jitted = jax.jit(marked, **options)
         functools.update_wrapper(self, fun)
 
@@ -215,20 +219,46 @@ class Jitted:
         return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # `trace`, `eval_shape`, `clear_cache` and whatever else JAX's own object has.
-        return getattr(self.__dict__["_jitted"], name)
+        # `eval_shape`, `clear_cache` and whatever else JAX's own object has.
+        if name == "_jitted":  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
 
     @property
     def remarks(self) -> tuple[Remark, ...]:
-        """What the passes said when a function of this name was last lowered or compiled."""
-        return _REMARKS.get(self._module_name, ())
+        """What the passes said when this function was last lowered or compiled."""
+        return _REMARKS.get(self._key, ())
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """JAX's `Traced`; its `.lower()` gives the rewritten module (so does `jax.export`)."""
+        elsewhere = is_tpu(self.target) and self.target != target_of_device(
+            *compat.default_device()
+        )
+        with contextlib.ExitStack() as stack:
+            if elsewhere:
+                kind = get_target(str(self.target)).device_kind
+                stack.enter_context(compat.device_of_kind(kind))
+            traced = self._jitted.trace(*args, **kwargs)
+
+        def lower(_: Any, **options: Any) -> Any:
+            if elsewhere and options.get("lowering_platforms") is None:
+                options["lowering_platforms"] = ("tpu",)
+            return self._rewritten(traced.lower(**options))
+
+        return compat.with_methods(traced, lower=lower)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers for the given arguments; `.as_text()` is the rewritten module. See `optimize`."""
-        foreign = is_tpu(self.target) and compat.default_platform() != "tpu"
-        traced = self._jitted.trace(*args, **kwargs)
-        lowered = traced.lower(lowering_platforms=("tpu",)) if foreign else traced.lower()
-        rewritten, _REMARKS[self._module_name] = _optimize(lowered, self.pipeline, self.target)
+        return self.trace(*args, **kwargs).lower()
+
+    def _rewritten(self, lowered: Any) -> Any:
+        platforms, _ = compat.lowered_for(lowered)
+        if is_tpu(self.target) and platforms != ("tpu",):
+            raise HloOptError(
+                f"error: the target is '{self.target}', but the function was lowered for "
+                f"{', '.join(platforms)}: lower for 'tpu' (jax.export: platforms=['tpu'])"
+            )
+        rewritten, _REMARKS[self._key] = _optimize(lowered, self.pipeline, self.target)
         return rewritten
 
 
@@ -240,8 +270,12 @@ def _name_of(fun: Callable[..., Any]) -> str:
     return str(getattr(fun, "__name__", None) or type(fun).__name__)
 
 
-def _module_name(fun: Callable[..., Any], key: str) -> str:
-    return re.sub(r"[^\w.-]", "_", f"jit_{_name_of(fun)}{_MARK}{key}")
+def _key(fun: Callable[..., Any], pipeline: str, target: str | None) -> str:
+    """Tells functions and what is done to them apart; the same in every process."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    place = [getattr(fun, "__module__", ""), getattr(fun, "__qualname__", "")]
+    parts = [pipeline, target, *place, code.co_firstlineno if code else 0]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def _rewrite_for_jax(name: str, bytecode: Callable[[], bytes], device: Any) -> ir.Module | None:
@@ -250,6 +284,6 @@ def _rewrite_for_jax(name: str, bytecode: Callable[[], bytes], device: Any) -> i
     if match is None or match[1] not in _PIPELINES:
         return None
     target = target_of_device(device.platform, device.device_kind)
-    result = apply(bytecode(), _PIPELINES[match[1]], target=target)
-    _REMARKS[name] = result.remarks
-    return _renamed(result.module)
+    result = _rewrite(bytecode(), _PIPELINES[match[1]], target)
+    _REMARKS[match[1]] = result.remarks
+    return result.module

@@ -12,7 +12,7 @@ import copy
 import functools
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -81,7 +81,9 @@ def inline_call(call: ir.Operation, callee: ir.Operation) -> None:
     call.erase()
 
 
-def _compile(module: ir.Module, devices: Sequence[Any]) -> Any:
+def _compile(
+    module: ir.Module, devices: Sequence[Any], settings: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a module for devices (or a topology's) with JAX's compile step."""
     import numpy as np
     from jax._src import compiler
@@ -91,14 +93,21 @@ def _compile(module: ir.Module, devices: Sequence[Any]) -> Any:
     if "sym_name" not in module.operation.attributes:  # JAX's cache key wants one
         module.operation.attributes["sym_name"] = ir.StringAttr.get("module", module.context)
     array, client = np.array(devices), devices[0].client
-    options = pxla.create_compile_options(module, False, (False,), (False,), client, array, {})
+    options = pxla.create_compile_options(
+        module, False, (False,), (False,), client, array, dict(settings or {})
+    )
     return compiler.compile_or_get_cached(
         client, module, array, options, [], xla_client.DeviceList(tuple(devices)), None
     )
 
 
-def compile_for_topology(module: ir.Module, topology: str) -> Any:
+def compile_for_topology(
+    module: ir.Module, topology: str, settings: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a module with libtpu for a topology such as `v5e:1x1`; no device is needed.
+
+    Args:
+      settings: XLA's compiler options, as in `jax.jit(compiler_options=…)`.
 
     Returns:
       the compiler's executable (`get_compiled_memory_stats()`, `hlo_modules()`).
@@ -113,7 +122,7 @@ def compile_for_topology(module: ir.Module, topology: str) -> Any:
     devices = description.devices
     if name == "tpu7x":  # two cores a chip are two devices
         devices = devices[: math.prod(sizes)]
-    return _compile(module, devices)
+    return _compile(module, devices, settings)
 
 
 def run_on_cpu(module: ir.Module, arguments: Sequence[Any]) -> list[Any]:
@@ -166,11 +175,6 @@ def module_bytecode(lowered: Any) -> bytes:
     return buffer.getvalue()
 
 
-def default_platform() -> str:
-    """The platform JAX runs on by default (`cpu`, `gpu` or `tpu`)."""
-    return default_device()[0]
-
-
 def default_device() -> tuple[str, str]:
     """Platform and kind of the device JAX runs on by default."""
     import jax
@@ -181,6 +185,22 @@ def default_device() -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
+def lowered_for(lowered: Any) -> tuple[tuple[str, ...], str | None]:
+    """Platforms a `jax.stages.Lowered` is for, and the kind of its devices where they are of them
+    (`lowering_platforms=("tpu",)` on a CPU host leaves the host's devices in it)."""
+    lowering = lowered._lowering
+    platforms = tuple("gpu" if p in ("cuda", "rocm") else p for p in lowering._platforms)
+    devices = lowering._device_list
+    if devices is not None and devices[0].platform in platforms:
+        return platforms, devices[0].device_kind
+    return platforms, None
+
+
+def compiler_options(lowered: Any) -> dict[str, Any]:
+    """The `compiler_options` that `jax.jit` was given."""
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 def with_module(lowered: Any, module: ir.Module) -> Any:
     """A copy of a `jax.stages.Lowered` that holds another module; donation is kept."""
     lowering = copy.copy(lowered._lowering)
@@ -189,6 +209,28 @@ def with_module(lowered: Any, module: ir.Module) -> Any:
     replaced = copy.copy(lowered)
     replaced._lowering = lowering
     return replaced
+
+
+def with_methods(stage: Any, **methods: Any) -> Any:
+    """A copy of a `jax.stages` object, of a subclass that has other methods."""
+    replaced = copy.copy(stage)
+    cls = type(stage)
+    replaced.__class__ = type(cls.__name__, (cls,), {"__slots__": (), **methods})
+    return replaced
+
+
+@contextlib.contextmanager
+def device_of_kind(device_kind: str) -> Iterator[None]:
+    """Lets code that asks what TPU it is traced for find one, unless the user has set a mesh."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    if not jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    device = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 Rewriter = Callable[[str, Callable[[], bytes], Any], ir.Module | None]

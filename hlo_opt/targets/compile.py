@@ -9,8 +9,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxlib.mlir import ir
 
@@ -74,6 +76,7 @@ def compile_module(
     target: str,
     *,
     keep_hlo: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> CompileReport:
     """Compiles a module for one chip (or, where it is partitioned, several) of a TPU generation.
@@ -82,6 +85,7 @@ def compile_module(
       module: StableHLO with a `main` of static shapes; left as it is.
       target: name of the generation.
       keep_hlo: return the optimised HLO text too.
+      compiler_options: XLA's, as in `jax.jit(compiler_options=…)`.
       timeout: seconds after which the compiler is stopped.
 
     Raises:
@@ -96,7 +100,8 @@ def compile_module(
     with tempfile.TemporaryDirectory(prefix="hlo-opt-") as folder:
         request, answer = Path(folder, "module.mlir"), Path(folder, "answer.json")
         request.write_bytes(serialize(module, Format.BYTECODE))
-        command = [*WORKER, chosen.topology, str(request), str(answer), str(int(keep_hlo))]
+        options = {"keep_hlo": keep_hlo, "compiler_options": dict(compiler_options or {})}
+        command = [*WORKER, chosen.topology, str(request), str(answer), json.dumps(options)]
         try:
             run = subprocess.run(
                 command,

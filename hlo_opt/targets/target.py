@@ -76,8 +76,13 @@ def check_target(name: str) -> None:
         raise HloOptError(f"error: unknown target '{name}': expected one of {names}")
 
 
-def target_of_device(platform: str, device_kind: str) -> str | None:
+# What newer runtimes call the same chips.
+_ALIASES = {"TPU v5e": "TPU v5 lite", "TPU v5p": "TPU v5", "TPU v6e": "TPU v6 lite"}
+
+
+def target_of_device(platform: str, device_kind: str | None) -> str | None:
     """The target's name for a JAX device's platform and kind; None where we know none."""
     if platform == "tpu":
-        return next((t.name for t in _TARGETS.values() if t.device_kind == device_kind), None)
+        kind = _ALIASES.get(device_kind or "", device_kind)
+        return next((t.name for t in _TARGETS.values() if t.device_kind == kind), None)
     return platform if platform in HOST_PLATFORMS else None

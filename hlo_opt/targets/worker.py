@@ -1,6 +1,6 @@
 """The worker process of `hlo_opt.targets.compile_module`; not meant to be imported.
 
-Usage: python -m hlo_opt.targets.worker TOPOLOGY MODULE ANSWER KEEP_HLO
+Usage: python -m hlo_opt.targets.worker TOPOLOGY MODULE ANSWER OPTIONS
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from hlo_opt import compat
 from hlo_opt.ir.module import read
 
 
-def main(topology: str, path: str, answer: str, keep_hlo: str) -> None:
+def main(topology: str, path: str, answer: str, options: str) -> None:
     """Compiles the module and writes the answer as JSON."""
     try:
-        result = _compile(topology, path, keep_hlo == "1")
+        result = _compile(topology, path, **json.loads(options))
     except Exception as error:
         result = {"error": str(error) or type(error).__name__}
     Path(answer + ".part").write_text(json.dumps(result))
     Path(answer + ".part").rename(answer)
 
 
-def _compile(topology: str, path: str, keep_hlo: bool) -> dict[str, Any]:
+def _compile(
+    topology: str, path: str, keep_hlo: bool, compiler_options: dict[str, Any]
+) -> dict[str, Any]:
     module = read(path)
     start = time.perf_counter()
-    executable = compat.compile_for_topology(module, _sized(topology, module))
+    executable = compat.compile_for_topology(module, _sized(topology, module), compiler_options)
     stats = executable.get_compiled_memory_stats()
     hlo = executable.hlo_modules()[0].to_string()
     return {

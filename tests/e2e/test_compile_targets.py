@@ -13,7 +13,7 @@ import decoder
 import hlo_opt
 from hlo_opt import ir as hlo_ir
 from hlo_opt.errors import HloOptError
-from hlo_opt.targets import TPU_NAMES, compile_module
+from hlo_opt.targets import TPU_NAMES, CompileReport, compile_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu]
 
@@ -78,6 +78,20 @@ def test_donation_reaches_the_compiler() -> None:
         f = hlo_opt.jit(step, target="v5e", donate_argnums=donated)
         memory = f.lower(cache, new).compile().memory_analysis()
         assert memory.alias_size_in_bytes == alias
+
+
+def test_compiler_options_reach_the_compiler() -> None:
+    x = jax.ShapeDtypeStruct((1024, 128), jnp.float32)
+    good, bad = {"xla_tpu_scoped_vmem_limit_kib": "32768"}, {"no_such_option": "1"}
+
+    def compile(of_jit: dict[str, str], of_compile: dict[str, str]) -> CompileReport:
+        f = hlo_opt.jit(jnp.sin, target="v5e", compiler_options=of_jit)
+        return f.lower(x).compile(of_compile).report
+
+    assert compile(good, good).argument_bytes == 1024 * 128 * 4
+    for pair in ((good, bad), (bad, good)):
+        with pytest.raises(HloOptError, match=r"v5e refuses the module: .*no_such_option"):
+            compile(*pair)
 
 
 def test_a_refusal_is_one_readable_line() -> None:

@@ -27,6 +27,7 @@ def test_figures_come_from_pallas() -> None:
 def test_device_kinds() -> None:
     for name in TPU_NAMES:
         assert target_of_device("tpu", get_target(name).device_kind) == name
+    assert target_of_device("tpu", "TPU v6e") == "v6e"
     assert target_of_device("cpu", "cpu") == "cpu"
     assert target_of_device("tpu", "TPU v99") is None
 
