@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -78,6 +81,39 @@ def test_donation_reaches_the_compiler() -> None:
         f = hlo_opt.jit(step, target="v5e", donate_argnums=donated)
         memory = f.lower(cache, new).compile().memory_analysis()
         assert memory.alias_size_in_bytes == alias
+
+
+TOPOLOGY = """
+import jax, jax.numpy as jnp, hlo_opt
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from test_compile_targets import attention
+
+chip = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=[1, 1, 1]).devices[0]
+q = jax.ShapeDtypeStruct((1, 1024, 8, 64), jnp.bfloat16, sharding=SingleDeviceSharding(chip))
+for lowered in (
+    hlo_opt.jit(attention).lower(q, q, q),
+    hlo_opt.optimize(jax.jit(attention).lower(q, q, q)),
+):
+    compiled = lowered.compile()
+    assert isinstance(compiled, jax.stages.Compiled)
+    assert compiled.as_text().count("tpu_custom_call") == 1
+"""
+
+
+def test_jax_s_own_topologies_decide_the_target() -> None:
+    settings = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    command = [sys.executable, "-c", TOPOLOGY]
+    run = subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_compiler_options_reach_the_compiler() -> None:
