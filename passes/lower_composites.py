@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 
+from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.kernels import Candidate, Kernel, No, kernels_for
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 from hlo_opt.targets import Target, check_target, get_target, is_tpu
 from hlo_opt.trace import lower_function, splice
 
 PREFIX = "hlo_opt."
+KNOWN_VERSION = 1
 
 
 @register_pass("lower-composites", stage="lower", rank=10)
@@ -33,14 +36,15 @@ class LowerComposites(Pass):
         name = self.target or ctx.target
         if name is not None:
             check_target(name)
-        partitioned = _is_partitioned(module)
+        devices = _Devices.of(module)
         lowering = None
         if name is not None and is_tpu(name):
             lowering = _Lowering(module, get_target(name), self.interpret or ctx.interpret)
+        gone = False
         for op in list(_composites(module)):
             if lowering is None:
                 result: str | No = No(f"no kernels for {name or 'a module without a target'}")
-            elif partitioned and not _in_manual_computation(op):
+            elif not devices.run_alone(op):
                 result = _PARTITIONED
             else:
                 result = lowering.replace(op)
@@ -51,11 +55,14 @@ class LowerComposites(Pass):
             else:
                 ctx.remarks.add("applied", self.name, structure, f"lowered: {result}", op=op)
                 op.erase()
+                gone = True
+        if gone:
+            run_cxx_passes(module.operation, "symbol-dce")  # decompositions and scores
 
 
 _PARTITIONED = No(
-    "the module is partitioned over several devices and the composite is outside a manual "
-    "computation, where every device would run the whole kernel"
+    "the module is partitioned over several devices and the composite is not in a manual "
+    "computation over all of them, so that every device would run the whole kernel"
 )
 
 
@@ -75,21 +82,47 @@ def _name(op: ir.Operation) -> str:
     return ir.StringAttr(op.attributes["name"]).value
 
 
-def _is_partitioned(module: ir.Module) -> bool:
-    attributes = module.operation.attributes
-    return (
-        "mhlo.num_partitions" in attributes
-        and ir.IntegerAttr(attributes["mhlo.num_partitions"]).value > 1
-    )
+def _version(op: ir.Operation) -> int:
+    return ir.IntegerAttr(op.attributes["version"]).value if "version" in op.attributes else 0
 
 
-def _in_manual_computation(op: ir.Operation) -> bool:
-    parent = op.parent
-    while parent is not None:
-        if parent.operation.name == "sdy.manual_computation":
-            return True
-        parent = parent.operation.parent
-    return False
+@dataclass(frozen=True)
+class _Devices:
+    """Over how many devices a module runs.
+
+    Attributes:
+      partitions: the number the module states.
+      axes: names of all mesh axes with more than one device.
+    """
+
+    partitions: int
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, module: ir.Module) -> _Devices:
+        attributes = module.operation.attributes
+        axes = (
+            sdy.MeshAxisAttr(axis)
+            for op in module.body.operations
+            if op.operation.name == "sdy.mesh"
+            for axis in sdy.MeshAttr(op.operation.attributes["mesh"]).axes
+        )
+        return cls(
+            partitions=ir.IntegerAttr(attributes["mhlo.num_partitions"]).value
+            if "mhlo.num_partitions" in attributes
+            else 1,
+            axes=frozenset(axis.name for axis in axes if axis.size > 1),
+        )
+
+    def run_alone(self, op: ir.Operation) -> bool:
+        """Whether every device runs `op` on its own shard, with nothing left to partition."""
+        manual: set[str] = set()
+        parent = op.parent
+        while parent is not None:
+            if parent.operation.name == "sdy.manual_computation":
+                manual |= set(sdy.ManualAxesAttr(parent.operation.attributes["manual_axes"]))
+            parent = parent.operation.parent
+        return self.axes <= manual and (self.partitions <= 1 or bool(manual))
 
 
 class _Lowering:
@@ -104,6 +137,8 @@ class _Lowering:
     def replace(self, op: ir.Operation) -> str | No:
         """Puts a call of a kernel beside `op` and moves its uses there; returns the label."""
         reasons = []
+        if (version := _version(op)) != KNOWN_VERSION:
+            return No(f"version {version} of it is not known here, only {KNOWN_VERSION}")
         for kernel in kernels_for(_name(op)):
             spec = kernel.spec(op, self.module)
             refusal = spec if isinstance(spec, No) else kernel.supports(spec, self.target)

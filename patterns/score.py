@@ -133,18 +133,25 @@ def _constant(op: ir.Operation, operands: list[_Value]) -> _Value | None:
 def _convert(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     (value,) = operands
     after = element_type(op.results[0])
-    if isinstance(value, Linear) or _is_bool(op.results[0]):
-        return value if isinstance(value, Linear) else None
+    if isinstance(value, Linear):
+        return value if isinstance(after, ir.FloatType) else None
+    if _is_bool(op.results[0]):
+        return None
     if isinstance(value, _Affine):
-        # Narrow types would wrap or round the index.
-        wide = isinstance(after, ir.FloatType | ir.IntegerType) and after.width >= 32
-        return value if wide else None
+        return value if _holds_indices(after) else None
     if isinstance(value, AtLeast | Both):
         return _Choice(value, 1.0, 0.0)
     if isinstance(value, _Choice):
         yes, no = _rounded(value.yes, after), _rounded(value.no, after)
         return _Choice(value.predicate, yes, no) if yes is not None and no is not None else None
     return _rounded(value, after) if isinstance(value, float) else None
+
+
+def _holds_indices(type_: ir.Type | None) -> bool:
+    """Whether indices and their differences are exact: narrow and unsigned types wrap or round."""
+    if isinstance(type_, ir.IntegerType):
+        return type_.width >= 32 and not type_.is_unsigned
+    return isinstance(type_, ir.FloatType) and type_.width >= 32
 
 
 def _rounded(value: float, type_: ir.Type) -> float | None:

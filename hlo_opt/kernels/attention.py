@@ -177,7 +177,8 @@ class FlashAttention:
         return spec.arguments
 
     def precision(self, spec: AttentionSpec) -> str:
-        return spec.qk_precision[0].lower()
+        asked = _precisions(spec)
+        return min(asked).lower() if asked else "default"
 
     def supports(self, spec: AttentionSpec, target: Target) -> No | None:
         return next(
@@ -189,7 +190,8 @@ class FlashAttention:
         # 1024 x 1024 in steps of 512 is within reach of the best on every generation for bf16 at
         # depth 128, the library's default of 128 is 5 to 10 times slower. A bias and f32 operands
         # need room: v4 and v5e let a kernel have 16 MB of VMEM unless it asks for more.
-        largest = 1024 if not self._needs_bias(spec) and spec.qk_type == "bf16" else 512
+        narrow = _precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
+        largest = 1024 if not self._needs_bias(spec) and narrow else 512
         q = _divisor(spec.size("query"), largest)
         major = _divisor(spec.size("key"), largest)
         minor = _divisor(major, 512)
@@ -226,8 +228,8 @@ class FlashAttention:
             q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
             k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
             v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-            wide = jnp.promote_types(_jnp_type(spec.qk_type), result_type)
-            q, k, v = q.astype(wide), k.astype(wide), v.astype(_jnp_type(spec.probs_type))
+            qk_type, pv_type = _matmul_types(spec)
+            q, k, v = q.astype(qk_type), k.astype(qk_type), v.astype(pv_type)
             bias = _bias(spec, form, extras) if form.masks and not causal else None
             axes = [None if bias is None or bias.shape[i] == 1 else 0 for i in range(3)]
             if bias is not None:
@@ -268,6 +270,22 @@ def _is_causal(form: Linear) -> bool:
     )
 
 
+def _precisions(spec: AttentionSpec) -> set[str]:
+    """Precisions asked for that matter: products of bf16 are exact whatever is asked."""
+    pairs = ((spec.qk_type, spec.qk_precision), (spec.probs_type, spec.pv_precision))
+    return {name for type_, names in pairs if type_ != "bf16" for name in names}
+
+
+def _matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
+    """Element types the kernel multiplies in, never narrower than the original's."""
+    import jax.numpy as jnp
+
+    qk_type = jnp.promote_types(_jnp_type(spec.qk_type), spec.result.dtype)
+    if _precisions(spec) - {"DEFAULT"}:  # Mosaic multiplies bf16 at default precision only
+        return jnp.float32, jnp.float32
+    return qk_type, _jnp_type(spec.probs_type)
+
+
 def _jnp_type(name: str) -> Any:
     import jax.numpy as jnp
 
@@ -293,7 +311,7 @@ def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
         reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
     if spec.result.dtype.itemsize > 4:
         reasons.append(f"a result in {spec.result.dtype}")
-    if len({*spec.qk_precision, *spec.pv_precision}) > 1:
+    if len(_precisions(spec)) > 1:
         reasons.append("the matmuls ask for different precisions")
     return reasons
 

@@ -14,6 +14,7 @@ from jaxlib.mlir import ir
 from hlo_opt import ir as hlo_ir
 from hlo_opt.ir.walk import functions
 from hlo_opt.pipeline import PassContext, run_pipeline
+from hlo_opt.targets import compile_module
 from hlo_opt.verify import verify_pipeline
 
 B, S, H, K, D = 1, 256, 4, 2, 64
@@ -70,6 +71,13 @@ def test_causal_attention_becomes_one_kernel() -> None:
     assert count(module, "stablehlo.exponential") == 0  # the decomposition is gone
 
 
+def test_the_pass_alone_leaves_no_decomposition_behind() -> None:
+    raised = run_pipeline(module_of(attention(), *qkv()), "raise", PassContext())
+    module = run_pipeline(raised, "builtin.module(lower-composites{target=v6e})", PassContext())
+    assert len(list(functions(raised))) == 3  # main, the decomposition, the score
+    assert len(list(functions(module))) == 2  # main and the kernel
+
+
 def test_lowering_twice_changes_nothing() -> None:
     module, _ = lowered(module_of(attention(), *qkv()))
     again, remarks = lowered(module)
@@ -117,6 +125,16 @@ def test_partitioned_modules_are_left_alone() -> None:
     assert "partitioned over several devices" in remarks[0]
 
 
+def test_a_mesh_is_enough_to_be_partitioned() -> None:
+    text = str(module_of(attention(), *qkv()))
+    meshed = text.replace(
+        "  func.func public", '  sdy.mesh @mesh = <["x"=8]>\n  func.func public', 1
+    )
+    module, remarks = lowered(hlo_ir.parse(meshed))
+    assert count(module, "tpu_custom_call") == 0
+    assert "partitioned over several devices" in remarks[0]
+
+
 def test_inside_a_manual_computation_of_a_partitioned_module_it_lowers() -> None:
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec_ = jax.sharding.PartitionSpec()
@@ -127,6 +145,11 @@ def test_inside_a_manual_computation_of_a_partitioned_module_it_lowers() -> None
         text = str(module_of(sharded, *qkv()))
     assert "sdy.manual_computation" in text
     text = text.replace("num_partitions = 1", "num_partitions = 2")
+    partly = text.replace('@mesh = <["x"=2]>', '@mesh = <["x"=2, "y"=2]>')
+    assert partly != text
+    module, remarks = lowered(hlo_ir.parse(partly))
+    assert count(module, "@tpu_custom_call") == 0
+    assert "not in a manual computation over all of them" in remarks[0]
     module, remarks = lowered(hlo_ir.parse(text))
     assert remarks == ["lowered: Pallas flash attention, blocks q=256, k=256/256"]
     assert count(module, "@tpu_custom_call") == 1
@@ -213,3 +236,13 @@ def test_matmul_precision_reaches_the_kernel(precision: str) -> None:
         assert count(lowered(module_of(attention(), *qkv()))[0], "tpu_custom_call") == 1
     kernel = next(line for line in str(result).splitlines() if "@tpu_custom_call" in line)
     assert len(kernel) > 1000  # the kernel's body is inside
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_bf16_compiles_at_every_precision(precision: str) -> None:
+    """Mosaic refuses bf16 matmuls that ask for more, though their products are exact."""
+    with jax.default_matmul_precision(precision):
+        module = module_of(attention(), *qkv(jnp.bfloat16))
+    assert compile_module(lowered(module)[0], "v5e").kernels == 1
