@@ -8,6 +8,7 @@ so they are never repeated. What the kernel has no parameter for is refused with
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -286,6 +287,14 @@ def _matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
     return qk_type, _jnp_type(spec.probs_type)
 
 
+def _uses_64_bits(spec: AttentionSpec) -> bool:
+    """Whether tracing without x64, as kernels are, would narrow something that is used."""
+    if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
+        return True
+    evaluated = isinstance(spec.form, Linear) and spec.form.masks and not _is_causal(spec.form)
+    return bool(evaluated and re.search(r"tensor<(i|ui|f)64>", spec.score))
+
+
 def _jnp_type(name: str) -> Any:
     import jax.numpy as jnp
 
@@ -309,6 +318,8 @@ def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
         reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
     if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
         reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
+    if _uses_64_bits(spec):
+        reasons.append("a mask or bias is computed in 64 bits")
     if spec.result.dtype.itemsize > 4:
         reasons.append(f"a result in {spec.result.dtype}")
     if len(_precisions(spec)) > 1:

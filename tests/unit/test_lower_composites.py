@@ -246,3 +246,35 @@ def test_bf16_compiles_at_every_precision(precision: str) -> None:
     with jax.default_matmul_precision(precision):
         module = module_of(attention(), *qkv(jnp.bfloat16))
     assert compile_module(lowered(module)[0], "v5e").kernels == 1
+
+
+def positional(cast: Any) -> Callable[..., jax.Array]:
+    """Attention to keys at or before the query by given positions, compared in another type."""
+
+    def mask(q: Any, k: Any, p: jax.Array) -> jax.Array:
+        row, column = p[:, None, None, :, None].astype(cast), p[:, None, None, None, :].astype(cast)
+        return row * 2**20 >= column * 2**20
+
+    return attention(mask)
+
+
+@pytest.mark.parametrize("given", ["int32", "int64"])
+def test_64_bit_masks_keep_the_decomposition(given: str) -> None:
+    with jax.enable_x64(True):
+        module = module_of(positional("int64"), *qkv(), spec(B, S, dtype=given))
+    result, remarks = lowered(module)
+    assert count(result, "tpu_custom_call") == 0
+    assert "computed in 64 bits" in remarks[0]
+
+
+def test_32_bit_positions_are_lowered_and_hold() -> None:
+    module = module_of(positional("int32"), *qkv(), spec(B, S, dtype=jnp.int32))
+    report = verify_pipeline(module, "inference", "v5e")
+    assert report.kernels == 1
+    assert report.ok, report.table()
+
+
+def test_causal_masks_of_64_bit_indices_are_still_lowered() -> None:
+    with jax.enable_x64(True):
+        module = module_of(attention(), *qkv())
+    assert lowered(module)[1][0].startswith("lowered")
