@@ -154,25 +154,27 @@ def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterato
     """
     import jax
     from jax.experimental.pallas import tpu as pltpu
-    from jax.sharding import AbstractDevice, AbstractMesh
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.enable_x64(False))
         stack.enter_context(jax.default_matmul_precision(precision))
         if device_kind is not None:
-            device = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
-            mesh = AbstractMesh((), (), abstract_device=device)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            stack.enter_context(_on_device_of_kind(device_kind))
         if interpret:
             stack.enter_context(pltpu.force_tpu_interpret_mode(True))  # type: ignore[arg-type]
         yield
 
 
+def bytecode(module: ir.Module) -> bytes:
+    """A module as bytecode."""
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
 def module_bytecode(lowered: Any) -> bytes:
     """The StableHLO of a `jax.stages.Lowered`, as bytecode; JAX's own module is left as it is."""
-    buffer = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(buffer)
-    return buffer.getvalue()
+    return bytecode(lowered.compiler_ir("stablehlo"))
 
 
 def default_device() -> tuple[str, str]:
@@ -223,14 +225,21 @@ def with_methods(stage: Any, **methods: Any) -> Any:
 def device_of_kind(device_kind: str) -> Iterator[None]:
     """Lets code that asks what TPU it is traced for find one, unless the user has set a mesh."""
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh
 
     if not jax.sharding.get_abstract_mesh().empty:
         yield
         return
-    device = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with _on_device_of_kind(device_kind):
         yield
+
+
+def _on_device_of_kind(device_kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Tracing as for one TPU of a kind."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    device = AbstractDevice(device_kind=device_kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 Rewriter = Callable[[str, Callable[[], bytes], Any], ir.Module | None]
@@ -254,13 +263,7 @@ def install_compile_hook(rewrite: Rewriter) -> None:
         backend: Any, computation: ir.Module, devices: Any, *args: Any, **kwargs: Any
     ) -> Any:
         name = ir.StringAttr(computation.operation.attributes["sym_name"]).value
-
-        def bytecode() -> bytes:
-            buffer = io.BytesIO()
-            computation.operation.write_bytecode(buffer)
-            return buffer.getvalue()
-
-        replacement = rewrite(name, bytecode, devices.flat[0])
+        replacement = rewrite(name, lambda: bytecode(computation), devices.flat[0])
         module = computation if replacement is None else replacement
         return original(backend, module, devices, *args, **kwargs)
 

@@ -18,7 +18,7 @@ from hlo_opt.errors import HloOptError
 from hlo_opt.ir.inline import inline_calls
 from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.ir.signature import ArrayType, numpy_dtype
-from hlo_opt.ir.walk import element_type, functions, scalar, splat_attribute, symbol_name
+from hlo_opt.ir.walk import direction, element_type, functions, scalar, splat_attribute, symbol_name
 
 
 def lower_function(
@@ -127,20 +127,13 @@ def evaluate(function: ir.Operation, *arguments: Any) -> Any:
     raise HloOptError("error: a function without a return cannot be evaluated")
 
 
-def why_not_evaluable(function: ir.Operation) -> str | None:
-    """The name of an op that `evaluate` does not know, or None."""
-    known = {*_functions(), "stablehlo.constant", "stablehlo.compare", "stablehlo.convert"}
-    for op in function.regions[0].blocks[0].operations:
-        name = op.operation.name
-        if name != "func.return" and name not in known:
-            return name
-    return None
-
-
 def _apply(op: ir.Operation, operands: list[Any]) -> Any:
     import jax.numpy as jnp
+    from jax import dtypes
 
     dtype = numpy_dtype(element_type(op.results[0]))
+    if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
+        raise HloOptError(f"error: {op.name} is computed in 64 bits, which kernels do not have")
     if op.name == "stablehlo.constant":
         attribute = splat_attribute(op)
         assert attribute is not None
@@ -154,8 +147,7 @@ def _apply(op: ir.Operation, operands: list[Any]) -> Any:
             else jnp.asarray(value).astype(dtype)
         )
     if op.name == "stablehlo.compare":
-        direction = str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
-        return _COMPARISONS[direction](*operands)
+        return _COMPARISONS[direction(op)](*operands)
     table = _functions()
     if op.name not in table:
         raise HloOptError(f"error: {op.name} cannot be evaluated on a tile")

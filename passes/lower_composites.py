@@ -9,6 +9,7 @@ from functools import lru_cache
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
+from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.kernels import Candidate, Kernel, No, kernels_for
 from hlo_opt.pipeline import Pass, PassContext, register_pass
@@ -132,7 +133,7 @@ class _Lowering:
         self.module = module
         self.target = target
         self.interpret = interpret
-        self._symbols: dict[Hashable, str] = {}
+        self._symbols: dict[Hashable, str | No] = {}
 
     def replace(self, op: ir.Operation) -> str | No:
         """Puts a call of a kernel beside `op` and moves its uses there; returns the label."""
@@ -155,15 +156,20 @@ class _Lowering:
     def _function(self, kernel: Kernel, spec: Hashable, candidate: Candidate) -> str | No:
         key = (kernel.name, spec, candidate)
         if key not in self._symbols:
-            try:
-                bytecode = _lower(kernel, spec, candidate, self.target, self.interpret)
-            except Exception as error:
-                # A library kernel raises what it likes on shapes it cannot do.
-                reason = " ".join(str(error).split())[:200]
-                return No(f"could not be lowered: {type(error).__name__}: {reason}")
-            name = f"{kernel.composite}.{kernel.name.lower().replace(' ', '_')}"
-            self._symbols[key] = splice(self.module, bytecode, name)
+            self._symbols[key] = self._splice(kernel, spec, candidate)
         return self._symbols[key]
+
+    def _splice(self, kernel: Kernel, spec: Hashable, candidate: Candidate) -> str | No:
+        try:
+            bytecode = _lower(kernel, spec, candidate, self.target, self.interpret)
+        except HloOptError as error:
+            return No(error.message.removeprefix("error: "))
+        except Exception as error:
+            # A library kernel raises what it likes on shapes it cannot do.
+            reason = " ".join(str(error).split())[:200]
+            return No(f"could not be lowered: {type(error).__name__}: {reason}")
+        name = f"{kernel.composite}.{kernel.name.lower().replace(' ', '_')}"
+        return splice(self.module, bytecode, name)
 
     def _call(self, op: ir.Operation, symbol: str) -> None:
         with self.module.context, op.location, ir.InsertionPoint(op):

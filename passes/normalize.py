@@ -14,6 +14,7 @@ from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.ir.walk import (
     closed_functions,
     defining_op,
+    direction,
     element_type,
     functions,
     splat,
@@ -122,7 +123,7 @@ def compare_of_converted_bool(op: ir.Operation) -> ir.Value | None:
         or source.name != "stablehlo.convert"
         or not _is_bool(source.operands[0])
         or splat(op.operands[1]) != 0
-        or _direction(op) not in ("NE", "GT")
+        or direction(op) not in ("NE", "GT")
     ):
         return None
     return source.operands[0]
@@ -143,11 +144,7 @@ def compare_of_splats(op: ir.Operation) -> ir.Value | None:
     left, right = splat(op.operands[0]), splat(op.operands[1])
     if left is None or right is None or not _is_static(op.results[0]):
         return None
-    return _splat_of(op.results[0].type, int(_COMPARE[_direction(op)](left, right)))
-
-
-def _direction(op: ir.Operation) -> str:
-    return str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
+    return _splat_of(op.results[0].type, int(_COMPARE[direction(op)](left, right)))
 
 
 def _commuted(op: ir.Operation) -> list[tuple[ir.Value, float | int | None]]:

@@ -178,6 +178,14 @@ class _Dot:
         )
         return cls(batch, contract, (free[0], free[1]))
 
+    def index(
+        self, side: int, batch: list[Index], free: list[Index], contract: list[Index]
+    ) -> list[Index]:
+        """The index into one operand, from those of its batch, free and contracted dimensions."""
+        dims = (*self.batch[side], *self.free[side], *self.contract[side])
+        placed = dict(zip(dims, (*batch, *free, *contract), strict=True))
+        return [placed[dim] for dim in sorted(dims)]
+
 
 class _Matcher:
     """One attempt: steps from the second matmul back to q, k and v. Restarted after a `Split`."""
@@ -312,17 +320,7 @@ class _Matcher:
         result = list(logit.index)
         batch = [result.pop(0) for _ in dot.batch[0]]
         free = [result[: len(dot.free[0])], result[len(dot.free[0]) :]]
-        sides = []
-        for side in (0, 1):
-            index = [Index()] * len(shape_of(op.operands[side]))
-            for dims, parts in (
-                (dot.batch[side], batch),
-                (dot.free[side], free[side]),
-                (dot.contract[side], depth),
-            ):
-                for dim, part in zip(dims, parts, strict=True):
-                    index[dim] = part
-            sides.append(index)
+        sides = [dot.index(side, batch, free[side], depth) for side in (0, 1)]
         holders = [side for side in (0, 1) if any(key in i.atoms for i in free[side])]
         if len(holders) != 1:
             raise _No("the softmax axis is a batch dimension of the first matmul", op)
@@ -330,16 +328,12 @@ class _Matcher:
         return sides[1 - k_side], sides[k_side], op, k_side
 
     def _v_index(self, p_index: list[Index]) -> list[Index]:
-        other = 1 - self.side
-        index = [Index()] * len(shape_of(self.second.operands[other]))
-        for dims, parts in (
-            (self.dot.batch[other], [p_index[d] for d in self.dot.batch[self.side]]),
-            (self.dot.contract[other], [p_index[d] for d in self.dot.contract[self.side]]),
-            (self._vf, [self.space.refine(i) for i in self.v_free]),
-        ):
-            for dim, part in zip(dims, parts, strict=True):
-                index[dim] = part
-        return index
+        return self.dot.index(
+            1 - self.side,
+            batch=[p_index[d] for d in self.dot.batch[self.side]],
+            free=[self.space.refine(i) for i in self.v_free],
+            contract=[p_index[d] for d in self.dot.contract[self.side]],
+        )
 
     def _out_index(self, p_index: list[Index]) -> list[Index]:
         p_free = [p_index[d] for d in self.dot.free[self.side]]

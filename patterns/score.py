@@ -14,7 +14,7 @@ import numpy as np
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.signature import numpy_dtype
-from hlo_opt.ir.walk import element_type, scalar, splat_attribute
+from hlo_opt.ir.walk import direction, element_type, scalar, splat_attribute
 
 INDEX_NAMES = ("batch", "head", "query", "key")
 
@@ -250,15 +250,15 @@ def _compare(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     if not isinstance(left, float | _Affine) or not isinstance(right, float | _Affine):
         return None
     a, b = _affine(left), _affine(right)
-    direction = str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
-    if direction in ("LE", "LT"):
+    which = direction(op)
+    if which in ("LE", "LT"):
         a, b = b, a
-    if a is None or b is None or direction in ("EQ", "NE"):
+    if a is None or b is None or which in ("EQ", "NE"):
         return None
     difference = _sum(a, _Affine(tuple((n, -c) for n, c in b.terms), -b.offset))
     if not isinstance(difference, _Affine):
         return None
-    strict = direction in ("LT", "GT")
+    strict = which in ("LT", "GT")
     return AtLeast(difference.terms, difference.offset - strict)
 
 

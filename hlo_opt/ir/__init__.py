@@ -6,11 +6,10 @@ What lives here knows MLIR and StableHLO but no pattern, pass or kernel.
 from hlo_opt.ir.module import (
     Format,
     clone,
-    clone_into,
     context,
     parse,
     read,
     serialize,
 )
 
-__all__ = ["Format", "clone", "clone_into", "context", "parse", "read", "serialize"]
+__all__ = ["Format", "clone", "context", "parse", "read", "serialize"]

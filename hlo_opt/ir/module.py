@@ -5,7 +5,6 @@ The format of an input is detected from its first bytes, never from a file name.
 
 from __future__ import annotations
 
-import io
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -90,16 +89,8 @@ def read_bytes(path: str | Path) -> bytes:
 def serialize(module: ir.Module, format: Format = Format.MLIR) -> bytes:
     """The module as bytecode or as text (UTF-8, one trailing newline)."""
     if format is Format.BYTECODE:
-        buffer = io.BytesIO()
-        module.operation.write_bytecode(buffer)
-        return buffer.getvalue()
+        return compat.bytecode(module)
     return str(module.operation.get_asm()).rstrip("\n").encode() + b"\n"
-
-
-def clone_into(module: ir.Module, target: ir.Context) -> ir.Module:
-    """Copies a module into another context by bytecode (the only safe way across contexts)."""
-    with target, ir.Location.unknown():
-        return ir.Module.parse(serialize(module, Format.BYTECODE))
 
 
 def clone(module: ir.Module) -> ir.Module:

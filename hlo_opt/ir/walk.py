@@ -25,16 +25,6 @@ def symbol_name(function: ir.Operation) -> str:
     return ir.StringAttr(function.attributes["sym_name"]).value
 
 
-def blocks(op: ir.Operation) -> Iterator[ir.Block]:
-    """Every block nested in `op`, outer blocks first. Reduction bodies and the like included."""
-    for region in op.regions:
-        for block in region.blocks:
-            yield block
-            for inner in block.operations:
-                if len(inner.operation.regions):
-                    yield from blocks(inner.operation)
-
-
 def splat(value: ir.Value) -> float | int | None:
     """The scalar a constant (or a broadcast of one) repeats, or None."""
     op = defining_op(value)
@@ -68,6 +58,11 @@ def scalar(attribute: ir.Attribute) -> float | int | None:
     if isinstance(attribute, ir.FloatAttr | ir.IntegerAttr | ir.BoolAttr):
         return attribute.value
     return None
+
+
+def direction(op: ir.Operation) -> str:
+    """The direction of a `stablehlo.compare`: `EQ`, `NE`, `GE`, `GT`, `LE` or `LT`."""
+    return str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
 
 
 def reduction(op: ir.Operation) -> tuple[str, list[int]] | None:

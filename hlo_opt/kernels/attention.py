@@ -8,7 +8,6 @@ so they are never repeated. What the kernel has no parameter for is refused with
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,16 +191,13 @@ class FlashAttention:
         # depth 128, the library's default of 128 is 5 to 10 times slower. A bias and f32 operands
         # need room: v4 and v5e let a kernel have 16 MB of VMEM unless it asks for more.
         narrow = _precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
-        largest = 1024 if not self._needs_bias(spec) and narrow else 512
+        assert isinstance(spec.form, Linear)
+        largest = 1024 if not _needs_bias(spec.form) and narrow else 512
         q = _divisor(spec.size("query"), largest)
         major = _divisor(spec.size("key"), largest)
         minor = _divisor(major, 512)
         config = (("block_q", q), ("block_k_major", major), ("block_k", minor))
         return [Candidate(f"{self.name}, blocks q={q}, k={major}/{minor}", config)]
-
-    def _needs_bias(self, spec: AttentionSpec) -> bool:
-        assert isinstance(spec.form, Linear)
-        return bool(spec.form.masks) and not _is_causal(spec.form)
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
         import jax
@@ -211,7 +207,6 @@ class FlashAttention:
         form = spec.form
         assert isinstance(form, Linear)
         blocks = flash.BlockSizes(block_b=1, **dict(candidate.config))
-        causal = _is_causal(form)
         result_type = spec.result.dtype
 
         def one_head(q: Any, k: Any, v: Any, bias: Any) -> Any:
@@ -220,7 +215,7 @@ class FlashAttention:
                 k[None, None],
                 v[None, None],
                 None if bias is None else bias[None, None],
-                causal=causal,
+                causal=_is_causal(form),
                 sm_scale=form.scale,
                 block_sizes=blocks,
             )[0, 0]
@@ -231,7 +226,7 @@ class FlashAttention:
             v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
             qk_type, pv_type = _matmul_types(spec)
             q, k, v = q.astype(qk_type), k.astype(qk_type), v.astype(pv_type)
-            bias = _bias(spec, form, extras) if form.masks and not causal else None
+            bias = _bias(spec, form, extras) if _needs_bias(form) else None
             axes = [None if bias is None or bias.shape[i] == 1 else 0 for i in range(3)]
             if bias is not None:
                 squeezed = tuple(i for i in range(3) if axes[i] is None)
@@ -262,6 +257,10 @@ def _bias(spec: AttentionSpec, form: Linear, extras: Sequence[Any]) -> Any:
     return jnp.broadcast_to(bias.astype(jnp.float32), shape)
 
 
+def _needs_bias(form: Linear) -> bool:
+    return bool(form.masks) and not _is_causal(form)
+
+
 def _is_causal(form: Linear) -> bool:
     return (
         len(form.masks) == 1
@@ -287,14 +286,6 @@ def _matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
     return qk_type, _jnp_type(spec.probs_type)
 
 
-def _uses_64_bits(spec: AttentionSpec) -> bool:
-    """Whether tracing without x64, as kernels are, would narrow something that is used."""
-    if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
-        return True
-    evaluated = isinstance(spec.form, Linear) and spec.form.masks and not _is_causal(spec.form)
-    return bool(evaluated and re.search(r"tensor<(i|ui|f)64>", spec.score))
-
-
 def _jnp_type(name: str) -> Any:
     import jax.numpy as jnp
 
@@ -318,7 +309,7 @@ def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
         reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
     if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
         reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
-    if _uses_64_bits(spec):
+    if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
         reasons.append("a mask or bias is computed in 64 bits")
     if spec.result.dtype.itemsize > 4:
         reasons.append(f"a result in {spec.result.dtype}")
@@ -339,7 +330,7 @@ def _score_reasons(spec: AttentionSpec) -> Sequence[str]:
         return [f"the scale {form.scale} is not positive"]
     if len(form.masks) > 1:
         return ["the score function applies several masks"]
-    if form.masks and not _is_causal(form):
+    if _needs_bias(form):
         return _mask_reasons(form.masks[0])
     return []
 

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import stablehlo
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.index import shape_of
 from hlo_opt.ir.signature import ArrayType, array_types, main_function
-from hlo_opt.ir.walk import defining_op, element_type, splat
+from hlo_opt.ir.walk import defining_op, direction, element_type, splat
 from hlo_opt.pipeline import PassContext, run_pipeline
 
 # Ops whose result is made of the same numbers, or of numbers of about the same range.
@@ -162,9 +162,8 @@ def _look_at(found: _Use, op: ir.Operation, number: int, value: ir.Value) -> Non
     if bound is not None:
         found.bound = bound if found.bound is None else min(bound, found.bound)
     if op.name == "stablehlo.compare" and element_kind(value) == "integer":
-        direction = str(op.attributes["comparison_direction"])
-        if splat(op.operands[1 - number]) == 0 and any(d in direction for d in ("NE", "GT", "EQ")):
-            found.is_mask = True
+        against_zero = splat(op.operands[1 - number]) == 0
+        found.is_mask |= against_zero and direction(op) in ("NE", "GT", "EQ")
     if op.name == "stablehlo.convert" and element_kind(op.results[0]) == "bool":
         found.is_mask = True
     if op.name == "stablehlo.multiply":

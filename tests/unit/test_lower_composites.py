@@ -13,6 +13,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt import ir as hlo_ir
 from hlo_opt.ir.walk import functions
+from hlo_opt.passes import lower_composites
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.targets import compile_module
 from hlo_opt.verify import verify_pipeline
@@ -278,3 +279,24 @@ def test_causal_masks_of_64_bit_indices_are_still_lowered() -> None:
     with jax.enable_x64(True):
         module = module_of(attention(), *qkv())
     assert lowered(module)[1][0].startswith("lowered")
+
+
+def test_a_refusal_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def failing(*arguments: Any) -> bytes:
+        tried.append(arguments)
+        raise NotImplementedError("not on this shape")
+
+    monkeypatch.setattr(lower_composites, "_lower", failing)
+    one = attention()
+
+    def layers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        for _ in range(4):
+            q = jnp.tanh(one(q, k, v))
+        return q
+
+    _, remarks = lowered(module_of(layers, *qkv()))
+    assert len(remarks) == 4
+    assert "could not be lowered: NotImplementedError: not on this shape" in remarks[0]
+    assert len(tried) == 1
