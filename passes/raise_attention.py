@@ -9,20 +9,10 @@ from typing import ClassVar
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.scalar import (
-    FunctionEmitter,
-    Position,
-    binary,
-    constant,
-    convert,
-    elements,
-    nodes,
-    tensor0,
-    widen,
-)
 from hlo_opt.ir.walk import closed_functions, element_type, exponentials
 from hlo_opt.patterns import score
-from hlo_opt.patterns.attention import Attention, Captured, match_attention
+from hlo_opt.patterns.attention import Attention, match_attention
+from hlo_opt.patterns.captured import emit_captured
 from hlo_opt.patterns.softmax import Refusal, match_softmax
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
@@ -57,7 +47,7 @@ class RaiseAttention(Pass):
             elif match is not None:
                 gone.update(match.ops)
                 composite = _outline(outliner, match)
-                words = ", ".join(filter(None, (describe(match), _score(outliner, composite))))
+                words = ", ".join(filter(None, (describe(match), describe_score(outliner, composite))))
                 self.remark(ctx, "applied", f"raised: {words}", op=composite)
 
 
@@ -70,7 +60,8 @@ def describe(match: Attention) -> str:
     return f"{kind}, {queries} x {match.roles['key']}, depth {match.roles['depth']}"
 
 
-def _score(outliner: Outliner, composite: ir.Operation) -> str:
+def describe_score(outliner: Outliner, composite: ir.Operation) -> str:
+    """The score function of a composite this outliner made, in a few words."""
     attributes = ir.DictAttr(composite.attributes["composite_attributes"])
     name = ir.FlatSymbolRefAttr(attributes["score"]).value
     return score.describe(score.analyse(outliner.functions[name]))
@@ -78,6 +69,18 @@ def _score(outliner: Outliner, composite: ir.Operation) -> str:
 
 def _outline(outliner: Outliner, match: Attention) -> ir.Operation:
     operands = [match.q, match.k, match.v, *match.extras]
+    return outliner.composite(
+        "hlo_opt.attention",
+        match.ops,
+        [o.value for o in operands],
+        [match.result],
+        attention_attributes(outliner, match),
+    )
+
+
+def attention_attributes(outliner: Outliner, match: Attention) -> dict[str, ir.Attribute]:
+    """The `composite_attributes` of an attention; adds its captured functions to the module."""
+    score = emit_captured(outliner, "score", match, match.score, match.extra_nodes)
     with outliner.module.context, ir.Location.unknown():
         attributes: dict[str, ir.Attribute] = {
             "roles": ir.DictAttr.get(
@@ -97,17 +100,12 @@ def _outline(outliner: Outliner, match: Attention) -> ir.Operation:
             "logits_type": _type(match.first.results[0]),
             "softmax_type": _type(match.softmax.exponential),
             "probs_type": _type(match.probabilities),
+            "score": ir.FlatSymbolRefAttr.get(score),
         }
-        attributes["score"] = _function(outliner, "score", match, match.score)
         if match.probs is not None:
-            attributes["probs"] = _function(outliner, "probs", match, match.probs)
-    return outliner.composite(
-        "hlo_opt.attention",
-        match.ops,
-        [o.value for o in operands],
-        match.result,
-        attributes,
-    )
+            probs = emit_captured(outliner, "probs", match, match.probs, match.extra_nodes)
+            attributes["probs"] = ir.FlatSymbolRefAttr.get(probs)
+    return attributes
 
 
 def _strings(names: Sequence[str]) -> ir.ArrayAttr:
@@ -123,49 +121,3 @@ def _precision(dot: ir.Operation) -> ir.ArrayAttr:
         return _strings(["DEFAULT", "DEFAULT"])
     config = ir.ArrayAttr(dot.attributes["precision_config"])
     return _strings([str(p).removeprefix("#stablehlo<precision ").rstrip(">") for p in config])
-
-
-def _function(
-    outliner: Outliner, kind: str, match: Attention, captured: Captured
-) -> ir.FlatSymbolRefAttr:
-    """Emits `score` or `probs` as a private function of rank-0 ops."""
-    f32 = ir.F32Type.get()
-    i32 = ir.IntegerType.get_signless(32)
-    types = [
-        tensor0(f32),
-        *(tensor0(element_type(extra.value)) for extra in match.extras),
-        *[tensor0(i32)] * 4,
-    ]
-
-    def build(arguments: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        extras, indices = arguments[1:-4], arguments[-4:]
-        values = {id(node): value for node, value in zip(match.extra_nodes, extras, strict=True)}
-        inner = {id(e) for e in elements(captured.expr) if e == captured.inner}
-        values.update(dict.fromkeys(inner, arguments[0]))
-        used = {a for n in nodes(captured.expr) if isinstance(n, Position) for a in n.index.atoms}
-        emitter = FunctionEmitter(values, inner, _atom_values(match, indices, used))
-        return [convert(widen(emitter.emit(captured.expr)), f32)]
-
-    name = outliner.function(f"hlo_opt.attention.{kind}", types, [tensor0(f32)], build)
-    return ir.FlatSymbolRefAttr.get(name)
-
-
-def _atom_values(
-    match: Attention, indices: Sequence[ir.Value], used: set[int]
-) -> dict[int, ir.Value]:
-    """The value of every used atom, from a score function's batch, head, query and key indices."""
-    heads = (*match.atoms.get("kv_head", ()), *match.atoms.get("group", ()))
-    rows = (match.atoms["batch"], heads, match.atoms.get("query", ()), match.atoms["key"])
-    values: dict[int, ir.Value] = {}
-    for index, atoms in zip(indices, rows, strict=True):
-        if not used & set(atoms):
-            continue
-        rest = index
-        for place, atom in enumerate(reversed(atoms)):
-            if place == len(atoms) - 1:
-                values[atom] = rest
-                break
-            size = constant(ir.IntegerType.get_signless(32), match.space.sizes[atom])
-            values[atom] = binary("remainder", rest, size)
-            rest = binary("divide", rest, size)
-    return values

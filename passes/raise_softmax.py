@@ -40,4 +40,4 @@ class RaiseSoftmax(Pass):
 def _outline(outliner: Outliner, match: Softmax, ops: tuple[ir.Operation, ...]) -> ir.Operation:
     with outliner.module.context:
         axis = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), match.axis)
-    return outliner.composite("hlo_opt.softmax", ops, [match.x], match.result, {"axis": axis})
+    return outliner.composite("hlo_opt.softmax", ops, [match.x], [match.result], {"axis": axis})

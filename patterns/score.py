@@ -7,7 +7,7 @@ are inequalities. Causality is derived from the inequality, never assumed from a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,11 +17,16 @@ from hlo_opt.ir.signature import numpy_dtype
 from hlo_opt.ir.walk import direction, element_type, scalar, splat_attribute
 
 INDEX_NAMES = ("batch", "head", "query", "key")
+# Masks at or below this value leave no weight next to an unmasked logit of any sane size.
+FAR_BELOW = -1e8
 
 
 @dataclass(frozen=True)
 class AtLeast:
-    """`sum(coefficient * index) + offset >= 0` over integer indices."""
+    """`sum(coefficient * index) + offset >= 0` over integer indices.
+
+    A scalar extra that counts as an index (see `analyse`) is called `extra0`, `extra1`, ….
+    """
 
     terms: tuple[tuple[str, int], ...]
     offset: int
@@ -92,14 +97,22 @@ class _Choice:
 _Value = Linear | NotLinear | _Affine | _Choice | Data | AtLeast | Both | float
 
 
-def analyse(function: ir.Operation) -> Linear | NotLinear:
-    """Describes a score (or probs) function; see `docs/composites.md` for its arguments."""
+def analyse(function: ir.Operation, scalars: Collection[int] = ()) -> Linear | NotLinear:
+    """Describes a score (or probs) function; see `docs/composites.md` for its arguments.
+
+    Args:
+      scalars: numbers of the extras that are rank-0 operands of the composite: integers among them
+        are followed like indices.
+    """
     block = function.regions[0].blocks[0]
     arguments = list(block.arguments)
     values: dict[ir.Value, _Value] = {argument: Data() for argument in arguments}
     values[arguments[0]] = Linear(1.0)
     for name, argument in zip(INDEX_NAMES, arguments[-4:], strict=True):
         values[argument] = _Affine(((name, 1),), 0)
+    for extra in scalars:
+        if _holds_indices(element_type(arguments[1 + extra])):
+            values[arguments[1 + extra]] = _Affine(((f"extra{extra}", 1),), 0)
     for op in block.operations:
         if op.operation.name == "func.return":
             result = values[op.operands[0]]
@@ -316,6 +329,39 @@ _RULES: dict[str, Callable[[ir.Operation, list[_Value]], _Value | None]] = {
     "stablehlo.select": _select,
     "stablehlo.subtract": _subtract,
 }
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Keys behind `extra + offset` are masked away; `extra + query + offset` where `by_query`.
+
+    Attributes:
+      extra: number of the rank-0 extra.
+    """
+
+    extra: int
+    offset: int
+    by_query: bool
+
+
+def key_bounds(score: Linear) -> list[Bound]:
+    """The positions behind which a mask closes every key for good."""
+    parts = [
+        part
+        for mask in score.masks
+        if mask.value <= FAR_BELOW
+        for part in (mask.open.parts if isinstance(mask.open, Both) else (mask.open,))
+        if isinstance(part, AtLeast)
+    ]
+    bounds = []
+    for part in parts:
+        terms = dict(part.terms)
+        query = terms.pop("query", 0)
+        if terms.pop("key", 0) == -1 and query in (0, 1) and list(terms.values()) == [1]:
+            (name,) = terms
+            if name.startswith("extra"):
+                bounds.append(Bound(int(name[5:]), part.offset, bool(query)))
+    return bounds
 
 
 def causal_offset(predicate: Predicate) -> int | None:

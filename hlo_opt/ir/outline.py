@@ -78,14 +78,15 @@ class Outliner:
         name: str,
         ops: Sequence[ir.Operation],
         operands: Sequence[ir.Value],
-        result: ir.Value,
+        results: Sequence[ir.Value],
         attributes: dict[str, ir.Attribute],
     ) -> ir.Operation:
-        """Replaces `result` by a composite of `ops`; erases those of `ops` that become dead.
+        """Replaces `results` by a composite of `ops`; erases those of `ops` that become dead.
 
         Args:
           name: the composite's name.
-          ops: everything computed between `operands` and `result`, operands before users.
+          ops: everything computed between `operands` and `results`, operands before users. The
+            composite stands where the last of them stood.
           attributes: `composite_attributes`.
         """
 
@@ -96,15 +97,16 @@ class Outliner:
                 for number, operand in enumerate(op.operands):
                     copy.operands[number] = values[operand]
                 values.update(zip(op.results, copy.results, strict=True))
-            return [values[result]]
+            return [values[result] for result in results]
 
         types = [operand.type for operand in operands]
-        decomposition = self.function(f"{name}.impl", types, [result.type], build)
+        made = [result.type for result in results]
+        decomposition = self.function(f"{name}.impl", types, made, build)
         i32 = ir.IntegerType.get_signless(32, self.module.context)
         with self.module.context, _fused(ops), ir.InsertionPoint(ops[-1]):
             composite = ir.Operation.create(
                 "stablehlo.composite",
-                [result.type],
+                made,
                 list(operands),
                 {
                     "name": ir.StringAttr.get(name),
@@ -113,7 +115,8 @@ class Outliner:
                     "version": ir.IntegerAttr.get(i32, 1),
                 },
             )
-        result.replace_all_uses_with(composite.results[0])
+        for old, new in zip(results, composite.results, strict=True):
+            old.replace_all_uses_with(new)
         for op in reversed(ops):
             if not any(True for r in op.results for _ in r.uses):
                 op.erase()

@@ -1,0 +1,132 @@
+"""`raise-decode-attention`: outlines cache updates and attention into `hlo_opt.decode_attention`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxlib.mlir import ir
+
+from hlo_opt.ir.outline import Outliner
+from hlo_opt.ir.signature import main_function
+from hlo_opt.ir.walk import closed_functions, element_type, exponentials, symbol_name
+from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
+from hlo_opt.patterns.attention import Attention, match_attention
+from hlo_opt.patterns.kv_cache import (
+    DecodeAttention,
+    match_decode_attention,
+    match_update,
+    readers,
+)
+from hlo_opt.patterns.softmax import Refusal, Softmax, match_softmax
+from hlo_opt.pipeline import Pass, PassContext, register_pass
+
+
+@register_pass("raise-decode-attention", stage="raise", rank=5)
+@dataclass(frozen=True)
+class RaiseDecodeAttention(Pass):
+    """Outlines cache updates and the attention over them into `hlo_opt.decode_attention`."""
+
+    structure: ClassVar[str] = "decode_attention"
+
+    def run(self, module: ir.Module, ctx: PassContext) -> None:
+        outliner = Outliner(module)
+        closed = closed_functions(module)
+        donated = _Donated(module)
+        gone: set[ir.Operation] = set()
+        refused: set[ir.Operation] = set()
+        for exp in exponentials(module, skip=closed):
+            if exp in gone:
+                continue
+            softmax = match_softmax(exp)
+            attention = match_attention(softmax) if isinstance(softmax, Softmax) else None
+            if not isinstance(attention, Attention):
+                continue
+            match = match_decode_attention(attention)
+            if isinstance(match, Refusal):
+                self.remark(ctx, "missed", match.reason, op=match.op)
+                refused.update(_updates(attention))
+            elif match is not None:
+                gone.update(match.ops)
+                copied = donated.missing(match)
+                composite = _outline(outliner, match)
+                words = filter(None, (describe(attention), describe_score(outliner, composite)))
+                self.remark(ctx, "applied", f"raised: {', '.join(words)}", op=composite)
+                if copied:
+                    self.remark(ctx, "analysis", _copy_cost(copied), op=composite)
+        for op in _cache_updates(module, closed | set(outliner.functions)):
+            if op not in refused:
+                reason = "a cache is updated, but no attention over it is recognised"
+                self.remark(ctx, "missed", reason, op=op)
+
+
+def _copy_cost(copied: int) -> str:
+    return (
+        f"a cache is not donated: XLA copies {copied:,} bytes before the update; "
+        "donate it (jax.jit's donate_argnums) to update it in place"
+    )
+
+
+def _updates(attention: Attention) -> list[ir.Operation]:
+    owners = (operand.value.owner for operand in (attention.k, attention.v))
+    return [owner.operation for owner in owners if not isinstance(owner, ir.Block)]
+
+
+def _cache_updates(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
+    found: list[ir.Operation] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "func.func" and symbol_name(op) in skip:
+            return ir.WalkResult.SKIP
+        if match_update(op.operation) is not None:
+            found.append(op.operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found
+
+
+def _outline(outliner: Outliner, match: DecodeAttention) -> ir.Operation:
+    attributes = attention_attributes(outliner, match.attention)
+    results = [match.attention.result, match.keys.result, match.values.result]
+    composite = outliner.composite(
+        "hlo_opt.decode_attention", match.ops, match.operands, results, attributes
+    )
+    # Whoever reads the new caches (to return them, mostly) may stand before the attention.
+    early = list(readers(composite, list(composite.results)[1:]))
+    place = composite
+    for op in sorted(early, key=_order(composite.block)):
+        op.move_after(place)
+        place = op
+    return composite
+
+
+def _order(block: ir.Block):  # type: ignore[no-untyped-def]
+    numbers = {op.operation: number for number, op in enumerate(block.operations)}
+    return numbers.__getitem__
+
+
+class _Donated:
+    """Which arguments of `main` the caller gives away."""
+
+    def __init__(self, module: ir.Module) -> None:
+        main = main_function(module)
+        self._arguments = list(main.regions[0].blocks[0].arguments)
+        attributes = ir.ArrayAttr(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else ()
+        self._given = [
+            {"tf.aliasing_output", "jax.buffer_donor"} & {a.name for a in ir.DictAttr(d)}
+            for d in attributes
+        ]
+
+    def missing(self, match: DecodeAttention) -> int:
+        """Bytes of the match's caches that are arguments of `main` and not donated."""
+        total = 0
+        for update in (match.keys, match.values):
+            if update.cache in self._arguments:
+                number = self._arguments.index(update.cache)
+                if number >= len(self._given) or not self._given[number]:
+                    type_ = ir.RankedTensorType(update.cache.type)
+                    width = element_type(update.cache).width
+                    total += math.prod(type_.shape) * width // 8
+        return total
