@@ -490,7 +490,7 @@ class _Matcher:
         ops = ops_between(self.second, boundary)
         known = {*boundary, *(result for op in ops for result in op.results)}
         for op in ops:
-            here = op.block == self.block or op.name == "stablehlo.constant"
+            here = op.block == self.block or op.name in ("stablehlo.constant", "stablehlo.iota")
             if not here or not _may_be_inside(op):
                 raise _No(f"{op.name} between the two matmuls is not understood", op)
             if not known.issuperset(op.operands):

@@ -9,13 +9,13 @@ the old caches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.index import Space, shape_of
 from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.scalar import Apply, Const, Element, Expr, Scalarizer, nodes, number
+from hlo_opt.ir.scalar import Apply, Const, Element, Expr, Position, Scalarizer, nodes, number
 from hlo_opt.ir.walk import defining_op, direction, element_type, ops_between, splat
 from hlo_opt.patterns.attention import Attention, Operand
 from hlo_opt.patterns.captured import emit_captured
@@ -101,6 +101,7 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
         return None
     if keys is None or values is None:
         return Refusal("only one of keys and values is a cache that is updated", match.second)
+    match = _heads_as_group(match, shape_of(keys.new)[keys.axis])
     reason = _layout_reason(match, keys, values) or _use_reason(keys) or _use_reason(values)
     if reason is not None:
         return reason
@@ -108,6 +109,30 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
     if reason is not None:
         return reason
     return _with_ops(match, keys, values)
+
+
+def _heads_as_group(match: Attention, written: int) -> Attention:
+    """With one position written, several queries without a position are heads of one group."""
+    queries = set(match.atoms.get("query", ()))
+    positions = (n for n in nodes(match.score.expr) if isinstance(n, Position))
+    used = any(queries & set(n.index.atoms) for n in positions)
+    if written != 1 or used or "query" not in match.roles or "group" in match.roles:
+        return match
+
+    def renamed(dims: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dim.replace("query", "group") for dim in dims)
+
+    def operand(old: Operand) -> Operand:
+        return replace(old, dims=renamed(old.dims))
+
+    return replace(
+        match,
+        roles={n.replace("query", "group"): size for n, size in match.roles.items()},
+        atoms={n.replace("query", "group"): atoms for n, atoms in match.atoms.items()},
+        q=operand(match.q),
+        extras=tuple(map(operand, match.extras)),
+        out_dims=renamed(match.out_dims),
+    )
 
 
 def _update_of(operand: Operand, match: Attention) -> CacheUpdate | None:

@@ -120,7 +120,7 @@ class Scalarizer:
 
     Args:
       space: the atoms that indices are made of.
-      block: ops outside it are leaves.
+      block: ops outside it are leaves, constants and `iota` excepted.
       leaves: values that are leaves although they could be looked into.
       budget: how many elementwise ops to look through before the rest becomes leaves.
     """
@@ -148,11 +148,11 @@ class Scalarizer:
             return leaf
         if (constant := splat_attribute(op)) is not None:
             return Const(constant.get_splat_value(), element_type(value))
-        if op.block != self.block:
-            return leaf
         if op.name == "stablehlo.iota":
             dim = ir.IntegerAttr(op.attributes["iota_dimension"]).value
             return Position(index[dim], element_type(value))
+        if op.block != self.block:
+            return leaf
         if op.name in LAYOUT_OPS:
             try:
                 source = self.at(op.operands[0], pull_back(op, index, self.space))

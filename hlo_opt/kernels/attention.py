@@ -8,7 +8,7 @@ so they are never repeated. What the kernel has no parameter for is refused with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,10 @@ class AttentionSpec:
     """Everything that determines a kernel for an `hlo_opt.attention`; see `docs/composites.md`.
 
     Attributes:
-      arguments: types of q, k, v and the extras.
-      result: type of the result.
-      score: the score function's text, its form and whether it can be evaluated.
+      arguments: types of the operands, the extras last.
+      result: type of the (first) result.
+      score, probs: text of the captured functions; `probs` is empty where there is none.
+      form: what `score` is.
     """
 
     arguments: tuple[ArrayType, ...]
@@ -61,8 +62,12 @@ class AttentionSpec:
         return tuple(sorted(names, key=lambda name: int(name[5:] or 0)))
 
 
-def attention_spec(op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
-    """Reads an `hlo_opt.attention` composite."""
+def attention_spec(op: ir.Operation, module: ir.Module, leading: int = 3) -> AttentionSpec | No:
+    """Reads the attributes of an attention composite.
+
+    Args:
+      leading: number of operands before the extras.
+    """
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     needed = {"roles", "q_dims", "k_dims", "v_dims", "out_dims", "extra_dims", "score"}
     needed |= {"qk_precision", "pv_precision", "qk_type", "probs_type"}
@@ -73,6 +78,8 @@ def attention_spec(op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
     score = table.get(ir.FlatSymbolRefAttr(attributes["score"]).value)
     if score is None:
         return No("the composite's score function is not in the module")
+    if len(op.operands) != leading + len(ir.ArrayAttr(attributes["extra_dims"])):
+        return No("the composite's operands do not fit its extra_dims")
     roles = ir.DictAttr(attributes["roles"])
     return AttentionSpec(
         arguments=tuple(array_type(operand.type) for operand in op.operands),
@@ -89,8 +96,17 @@ def attention_spec(op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
         probs_type=str(ir.TypeAttr(attributes["probs_type"]).value),
         score=_anonymous(score),
         form=analyse(score),
-        probs="probs" if "probs" in attributes else "",
+        probs=_function_text(table, attributes, "probs"),
     )
+
+
+def _function_text(
+    table: dict[str, ir.Operation], attributes: ir.DictAttr, name: str
+) -> str:
+    if name not in attributes:
+        return ""
+    function = table.get(ir.FlatSymbolRefAttr(attributes[name]).value)
+    return _anonymous(function) if function is not None else "missing"
 
 
 def _strings(attribute: ir.Attribute) -> tuple[str, ...]:
@@ -103,16 +119,24 @@ def _anonymous(function: ir.Operation) -> str:
     return text.replace(f"@{symbol_name(function)}(", "@f(", 1)
 
 
-def arrange(x: Any, dims: Sequence[str], spec: AttentionSpec, wanted: Sequence[str]) -> Any:
+def arrange(
+    x: Any,
+    dims: Sequence[str],
+    spec: AttentionSpec,
+    wanted: Sequence[str],
+    sizes: Mapping[str, int] | None = None,
+) -> Any:
     """Gives an array one dimension for each wanted role, in that order.
 
     Args:
       x: array whose dimensions are described by `dims`.
       wanted: role names; `"batch"` stands for all batch roles as one dimension. Roles that the
         array does not vary over get size 1.
+      sizes: sizes of roles that are others in this array than in the composite.
     """
     names = [name for dim in dims if dim != "1" for name in dim.split("*")]
-    x = x.reshape([spec.size(name) for name in names])
+    size = {name: (sizes or {}).get(name, spec.size(name)) for name in names}
+    x = x.reshape([size[name] for name in names])
     order: list[str] = []
     for role in wanted:
         order += [r for r in spec.batch_roles if r in names] if role == "batch" else [role]
@@ -121,7 +145,7 @@ def arrange(x: Any, dims: Sequence[str], spec: AttentionSpec, wanted: Sequence[s
     shape = []
     for role in wanted:
         held = spec.batch_roles if role == "batch" else (role,)
-        shape.append(math.prod(spec.size(r) for r in held if r in names))
+        shape.append(math.prod(size[r] for r in held if r in names))
     return x.reshape(shape)
 
 
@@ -136,12 +160,28 @@ def restore(x: Any, spec: AttentionSpec) -> Any:
     return x.reshape(spec.result.shape)
 
 
+class Captured:
+    """A captured scalar function, to be called on arrays that broadcast together.
+
+    Args:
+      text: the function, as in `AttentionSpec.score`.
+    """
+
+    def __init__(self, text: str) -> None:
+        from hlo_opt import ir as hlo_ir
+
+        self._module = hlo_ir.parse(text)  # its functions live as long as it does
+        (self.function,) = functions(self._module)
+
+    def __call__(self, *arguments: Any) -> Any:
+        from hlo_opt.trace import evaluate
+
+        return evaluate(self.function, *arguments)
+
+
 def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
     """The score of a zero logit, `[batch, kv_head, group, query, key]`, sizes 1 where constant."""
     import jax.numpy as jnp
-
-    from hlo_opt import ir as hlo_ir
-    from hlo_opt.trace import evaluate
 
     wanted = ("batch", "kv_head", "group", "query", "key")
     tiles = [
@@ -156,9 +196,7 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
         jnp.arange(spec.size("query"), dtype=jnp.int32).reshape(1, 1, 1, -1, 1),
         jnp.arange(spec.size("key"), dtype=jnp.int32).reshape(1, 1, 1, 1, -1),
     ]
-    module = hlo_ir.parse(spec.score)  # its functions live as long as it does
-    (function,) = functions(module)
-    return evaluate(function, jnp.float32(0), *tiles, *indices)
+    return Captured(spec.score)(jnp.float32(0), *tiles, *indices)
 
 
 @register_kernel
@@ -175,13 +213,11 @@ class FlashAttention:
         return spec.arguments
 
     def precision(self, spec: AttentionSpec) -> str:
-        asked = _precisions(spec)
-        return min(asked).lower() if asked else "default"
+        return precision_of(spec)
 
     def supports(self, spec: AttentionSpec, target: Target) -> No | None:
         return next(
-            (No(reason) for reason in (*_shape_reasons(spec), *_score_reasons(spec)) if reason),
-            None,
+            map(No, (*_shape_reasons(spec), *common_reasons(spec), *_score_reasons(spec))), None
         )
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
@@ -222,7 +258,7 @@ class FlashAttention:
             q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
             k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
             v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-            qk_type, pv_type = _matmul_types(spec)
+            qk_type, pv_type = matmul_types(spec)
             q, k, v = q.astype(qk_type), k.astype(qk_type), v.astype(pv_type)
             bias = _bias(spec, form, extras) if _needs_bias(form) else None
             axes = [None if bias is None or bias.shape[i] == 1 else 0 for i in range(3)]
@@ -274,7 +310,13 @@ def _precisions(spec: AttentionSpec) -> set[str]:
     return {name for type_, names in pairs if type_ != "bf16" for name in names}
 
 
-def _matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
+def precision_of(spec: AttentionSpec) -> str:
+    """JAX's name of the one precision that the matmuls ask for."""
+    asked = _precisions(spec)
+    return min(asked).lower() if asked else "default"
+
+
+def matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
     """Element types the kernel multiplies in, never narrower than the original's."""
     import jax.numpy as jnp
 
@@ -305,6 +347,12 @@ def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
         reasons.append(f"depth {depth} of q and k differs from depth {value_depth} of v")
     if depth > 128 and depth % 128:
         reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
+    return reasons
+
+
+def common_reasons(spec: AttentionSpec) -> Sequence[str]:
+    """What no kernel here multiplies or holds."""
+    reasons = []
     if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
         reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
     if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
