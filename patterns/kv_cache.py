@@ -8,7 +8,7 @@ the old caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
@@ -17,7 +17,7 @@ from hlo_opt.ir.index import Space, shape_of
 from hlo_opt.ir.outline import Outliner
 from hlo_opt.ir.scalar import Apply, Const, Element, Expr, Position, Scalarizer, nodes, number
 from hlo_opt.ir.walk import defining_op, direction, element_type, ops_between, splat
-from hlo_opt.patterns.attention import Attention, Operand
+from hlo_opt.patterns.attention import PRODUCT, Attention, Operand
 from hlo_opt.patterns.captured import emit_captured
 from hlo_opt.patterns.score import Bound, Linear, NotLinear, analyse, key_bounds
 from hlo_opt.patterns.softmax import Refusal
@@ -101,7 +101,7 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
         return None
     if keys is None or values is None:
         return Refusal("only one of keys and values is a cache that is updated", match.second)
-    match = _heads_as_group(match, shape_of(keys.new)[keys.axis])
+    match = _conventional(match, keys)
     reason = _layout_reason(match, keys, values) or _use_reason(keys) or _use_reason(values)
     if reason is not None:
         return reason
@@ -111,27 +111,41 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
     return _with_ops(match, keys, values)
 
 
-def _heads_as_group(match: Attention, written: int) -> Attention:
-    """With one position written, several queries without a position are heads of one group."""
+def _conventional(match: Attention, keys: CacheUpdate) -> Attention:
+    """The attention with its roles named as in a decode step; any naming computes the same.
+
+    With one position written, several queries without a position are heads of one group. Heads
+    that no batch stands beside, and that are outside the keys in the cache, are the batch.
+    """
+    names: dict[str, str] = {}
     queries = set(match.atoms.get("query", ()))
     positions = (n for n in nodes(match.score.expr) if isinstance(n, Position))
     used = any(queries & set(n.index.atoms) for n in positions)
-    if written != 1 or used or "query" not in match.roles or "group" in match.roles:
-        return match
+    if shape_of(keys.new)[keys.axis] == 1 and not used and "group" not in match.roles:
+        names["query"] = "group"
+    dims = match.k.dims
+    if "kv_head" in dims and "batch" not in match.roles and dims.index("kv_head") < keys.axis:
+        names["kv_head"] = "batch"
+    return _renamed(match, names)
 
-    def renamed(dims: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dim.replace("query", "group") for dim in dims)
 
+def _renamed(match: Attention, names: Mapping[str, str]) -> Attention:
     def operand(old: Operand) -> Operand:
-        return replace(old, dims=renamed(old.dims))
+        return replace(old, dims=dims(old.dims))
+
+    def dims(old: Iterable[str]) -> tuple[str, ...]:
+        parts = ([names.get(name, name) for name in dim.split(PRODUCT)] for dim in old)
+        return tuple(PRODUCT.join(part) for part in parts)
 
     return replace(
         match,
-        roles={n.replace("query", "group"): size for n, size in match.roles.items()},
-        atoms={n.replace("query", "group"): atoms for n, atoms in match.atoms.items()},
+        roles={names.get(name, name): size for name, size in match.roles.items()},
+        atoms={"batch": ()} | {names.get(n, n): a for n, a in match.atoms.items() if a},
         q=operand(match.q),
+        k=operand(match.k),
+        v=operand(match.v),
         extras=tuple(map(operand, match.extras)),
-        out_dims=renamed(match.out_dims),
+        out_dims=dims(match.out_dims),
     )
 
 

@@ -41,6 +41,9 @@ from hlo_opt.targets import Target
 
 LEADING = 6  # q, k_new, v_new, k_cache, v_cache, position
 LANES = 128
+# How many f32 products are summed in one go. Summing in a row, as CPUs do in the interpreter, 16
+# keep the error below that of XLA's own matrix-vector products; a TPU has no use for it.
+TERMS = 16
 # What two buffers of a block of keys and one of values may take of the 16 MB of VMEM that v5e
 # gives a kernel; queries, extras and results are small beside them.
 BLOCK_BYTES = 8 * 2**20
@@ -71,11 +74,18 @@ class Layout:
         return tuple(sizes.get(role, 1) for role in self.order)
 
 
-def layout_of(heads: int, depth: int, dtype: np.dtype) -> Layout:
-    """The layout XLA:TPU gives a cache `[batch, key, heads, depth]` that enters a program."""
+def layout_of(dims: Sequence[str], heads: int, depth: int, dtype: np.dtype) -> Layout:
+    """The layout XLA:TPU gives a cache that enters a program.
+
+    Args:
+      dims: roles of the cache's dimensions, major to minor.
+    """
     if depth % LANES:
         return Layout("lanes", ("batch", "kv_head", "depth", "key"), LANES)
     packed = 4 // dtype.itemsize
+    heads_first = "kv_head" in dims and list(dims).index("kv_head") < list(dims).index("key")
+    if heads_first:
+        return Layout("heads", ("batch", "kv_head", "key", "depth"), 8 * packed)
     if heads % 8 == 0 or heads in (2, 4) or (heads == 1 and packed == 1):
         return Layout("rows", ("batch", "key", "kv_head", "depth"), 1)
     return Layout("heads", ("batch", "kv_head", "key", "depth"), 8 * packed)
@@ -122,6 +132,9 @@ def _reasons(spec: AttentionSpec) -> Sequence[str]:
     for extra in spec.arguments[LEADING:]:
         if extra.dtype.name not in EXTRA_TYPES:
             reasons.append(f"a mask or bias computed in {extra.dtype}")
+    deepest = max(spec.size("depth"), spec.size("value_depth"))
+    if keys.dtype == np.float32 and deepest > LANES:
+        reasons.append(f"f32 caches of depth {deepest}, which Mosaic takes minutes to compile")
     if spec.probs and not _is_homogeneous(spec):
         reasons.append("the function applied to the probabilities is not a mask to zero")
     if not reasons and not _block(spec):
@@ -158,8 +171,9 @@ class _Program:
         self.length = spec.size("key")
         self.batch = math.prod(spec.size(role) for role in spec.batch_roles)
         cache = spec.arguments[3].dtype
+        sides = ((spec.k_dims, "depth"), (spec.v_dims, "value_depth"))
         self.layouts = [
-            layout_of(self.heads, spec.size(role), cache) for role in ("depth", "value_depth")
+            layout_of(dims, self.heads, spec.size(depth), cache) for dims, depth in sides
         ]
         self.score = Captured(spec.score)
         self.probs = Captured(spec.probs) if spec.probs else None
@@ -348,9 +362,14 @@ class _Program:
         """The tile of one head, `[key, depth]`, or `[depth, key]` in lanes; patched at `place`."""
         import jax
         import jax.numpy as jnp
+        from jax.experimental import pallas as pl
 
         rows = self.layouts[side].name == "rows"
-        tile = ref[0, :, head, :] if rows else ref[0, head]
+        if rows and (depth := ref.shape[-1]) == LANES:  # a strided load, which wider rows lack
+            flat = ref.at[0].reshape(self.block * self.heads, depth)
+            tile = flat[pl.ds(head, self.block, stride=self.heads), :]
+        else:
+            tile = ref[0, :, head, :] if rows else ref[0, head]
         if place is None:
             return tile
         row = new[0, :, head, :] if rows else new[0, head]
@@ -421,9 +440,19 @@ def _least(j: Any, last: Any) -> Any:
 
 
 def _dot(left: Any, right: Any, contracted: int) -> Any:
-    """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32."""
+    """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32.
+
+    In f32 the sum is made of short ones: what is summed in one go loses with its length.
+    """
     import jax
     import jax.numpy as jnp
 
-    dims = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+    length = left.shape[1]
+    step = length if left.dtype != jnp.float32 else min(length, TERMS)
+    total = 0.0
+    for first in range(0, length, step):
+        part = slice(first, first + step)
+        pair = (left[:, part], right[:, part] if contracted else right[part])
+        dims = (((1,), (contracted,)), ((), ()))
+        total += jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
+    return total
