@@ -1,14 +1,15 @@
-"""Kernels for `hlo_opt.attention`: JAX's own Pallas flash attention for TPU.
+"""Kernels for `hlo_opt.attention`: what they share, and JAX's Pallas flash attention for TPU.
 
 The composite's layout is arranged to `[batch, kv_head, group, sequence, depth]` around the kernel.
-Batch, heads and groups are mapped with `jax.vmap`: keys and values are not mapped over the group,
-so they are never repeated. What the kernel has no parameter for is refused with a reason.
+For flash attention batch, heads and groups are mapped with `jax.vmap`: keys and values are not
+mapped over the group, so they are never repeated. What a kernel has no parameter for is refused
+with a reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class AttentionSpec:
     qk_precision: tuple[str, ...]
     pv_precision: tuple[str, ...]
     qk_type: str
+    logits_type: str
     probs_type: str
     score: str
     form: Linear | NotLinear
@@ -87,12 +89,17 @@ def attention_spec(op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
         extra_dims=tuple(_strings(a) for a in ir.ArrayAttr(attributes["extra_dims"])),
         qk_precision=_strings(attributes["qk_precision"]),
         pv_precision=_strings(attributes["pv_precision"]),
-        qk_type=str(ir.TypeAttr(attributes["qk_type"]).value),
-        probs_type=str(ir.TypeAttr(attributes["probs_type"]).value),
+        qk_type=_type(attributes, "qk_type"),
+        logits_type=_type(attributes, "logits_type") if "logits_type" in attributes else "",
+        probs_type=_type(attributes, "probs_type"),
         score=_anonymous(score),
         form=analyse(score),
         probs="probs" if "probs" in attributes else "",
     )
+
+
+def _type(attributes: ir.DictAttr, name: str) -> str:
+    return str(ir.TypeAttr(attributes[name]).value)
 
 
 def _strings(attribute: ir.Attribute) -> tuple[str, ...]:
@@ -163,12 +170,17 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
     return evaluate(function, jnp.float32(0), *tiles, *indices)
 
 
-@register_kernel
-class FlashAttention:
-    """`jax.experimental.pallas.ops.tpu.flash_attention`."""
+class AttentionKernel:
+    """What kernels for `hlo_opt.attention` have in common."""
 
     composite = "hlo_opt.attention"
-    name = "Pallas flash attention"
+
+    def reasons(self, spec: AttentionSpec) -> Iterator[str]:
+        """Why the kernel does not compute the same function; only the first is asked for."""
+        raise NotImplementedError
+
+    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
+        return next((No(reason) for reason in self.reasons(spec)), None)
 
     def spec(self, op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
         return attention_spec(op, module)
@@ -177,25 +189,34 @@ class FlashAttention:
         return spec.arguments
 
     def precision(self, spec: AttentionSpec) -> str:
-        asked = _precisions(spec)
+        asked = precisions(spec)
         return min(asked).lower() if asked else "default"
 
-    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
-        return next(
-            (No(reason) for reason in (*_shape_reasons(spec), *_score_reasons(spec)) if reason),
-            None,
-        )
+
+@register_kernel
+class FlashAttention(AttentionKernel):
+    """`jax.experimental.pallas.ops.tpu.flash_attention`."""
+
+    name = "Pallas flash attention"
+    rank = 20
+
+    def reasons(self, spec: AttentionSpec) -> Iterator[str]:
+        yield from shape_reasons(spec)
+        yield from _depth_reasons(spec)
+        yield from score_reasons(spec)
+        assert isinstance(spec.form, Linear)
+        yield from _mask_reasons(spec.form)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         # 1024 x 1024 in steps of 512 is within reach of the best on every generation for bf16 at
         # depth 128, the library's default of 128 is 5 to 10 times slower. A bias and f32 operands
         # need room: v4 and v5e let a kernel have 16 MB of VMEM unless it asks for more.
-        narrow = _precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
+        narrow = precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
         assert isinstance(spec.form, Linear)
         largest = 1024 if not _needs_bias(spec.form) and narrow else 512
-        q = _divisor(spec.size("query"), largest)
-        major = _divisor(spec.size("key"), largest)
-        minor = _divisor(major, 512)
+        q = block_size(spec.size("query"), largest)
+        major = block_size(spec.size("key"), largest)
+        minor = block_size(major, 512)
         config = (("block_q", q), ("block_k_major", major), ("block_k", minor))
         return [Candidate(f"{self.name}, blocks q={q}, k={major}/{minor}", config)]
 
@@ -224,7 +245,7 @@ class FlashAttention:
             q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
             k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
             v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-            qk_type, pv_type = _matmul_types(spec)
+            qk_type, pv_type = matmul_types(spec)
             q, k, v = q.astype(qk_type), k.astype(qk_type), v.astype(pv_type)
             bias = _bias(spec, form, extras) if _needs_bias(form) else None
             axes = [None if bias is None or bias.shape[i] == 1 else 0 for i in range(3)]
@@ -270,18 +291,18 @@ def _is_causal(form: Linear) -> bool:
     )
 
 
-def _precisions(spec: AttentionSpec) -> set[str]:
+def precisions(spec: AttentionSpec) -> set[str]:
     """Precisions asked for that matter: products of bf16 are exact whatever is asked."""
     pairs = ((spec.qk_type, spec.qk_precision), (spec.probs_type, spec.pv_precision))
     return {name for type_, names in pairs if type_ != "bf16" for name in names}
 
 
-def _matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
+def matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
     """Element types the kernel multiplies in, never narrower than the original's."""
     import jax.numpy as jnp
 
     qk_type = jnp.promote_types(_jnp_type(spec.qk_type), spec.result.dtype)
-    if _precisions(spec) - {"DEFAULT"}:  # Mosaic multiplies bf16 at default precision only
+    if precisions(spec) - {"DEFAULT"}:  # Mosaic multiplies bf16 at default precision only
         return jnp.float32, jnp.float32
     return qk_type, _jnp_type(spec.probs_type)
 
@@ -292,52 +313,53 @@ def _jnp_type(name: str) -> Any:
     return {"bf16": jnp.bfloat16, "f32": jnp.float32, "f16": jnp.float16}[name]
 
 
-def _divisor(size: int, largest: int) -> int:
+def block_size(size: int, largest: int) -> int:
     """The largest multiple of 128 up to `largest` that divides `size`."""
     return next(b for b in range(min(largest, size), 0, -128) if size % b == 0)
 
 
-def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
-    depth, value_depth = spec.size("depth"), spec.size("value_depth")
-    reasons = []
+def shape_reasons(spec: AttentionSpec) -> Iterator[str]:
+    """Shapes and types that no kernel here takes."""
     for role in ("query", "key"):
         if spec.size(role) % 128:
-            reasons.append(f"{spec.size(role)} {role} positions, not a multiple of 128")
-    if depth != value_depth:
-        reasons.append(f"depth {depth} of q and k differs from depth {value_depth} of v")
-    if depth > 128 and depth % 128:
-        reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
+            yield f"{spec.size(role)} {role} positions, not a multiple of 128"
     if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
-        reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
+        yield f"matmuls in {spec.qk_type} and {spec.probs_type}"
     if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
-        reasons.append("a mask or bias is computed in 64 bits")
+        yield "a mask or bias is computed in 64 bits"
     if spec.result.dtype.itemsize > 4:
-        reasons.append(f"a result in {spec.result.dtype}")
-    if len(_precisions(spec)) > 1:
-        reasons.append("the matmuls ask for different precisions")
-    return reasons
+        yield f"a result in {spec.result.dtype}"
+    if len(precisions(spec)) > 1:
+        yield "the matmuls ask for different precisions"
 
 
-def _score_reasons(spec: AttentionSpec) -> Sequence[str]:
+def score_reasons(spec: AttentionSpec) -> Iterator[str]:
+    """Scores that no kernel here computes, whatever the masks."""
     form = spec.form
     if spec.probs:
-        return ["a function is applied to the probabilities"]
+        yield "a function is applied to the probabilities"
     if isinstance(form, NotLinear):
-        return [f"the score function is not linear in the logit: {form.reason}"]
-    if form.bias:
-        return ["the score function adds a bias, which may hold values the kernel cannot mask with"]
-    if form.scale <= 0:
-        return [f"the scale {form.scale} is not positive"]
+        yield f"the score function is not linear in the logit: {form.reason}"
+    elif form.bias:
+        yield "the score function adds a bias, which may hold values the kernel cannot mask with"
+    elif form.scale <= 0:
+        yield f"the scale {form.scale} is not positive"
+
+
+def _depth_reasons(spec: AttentionSpec) -> Iterator[str]:
+    depth, value_depth = spec.size("depth"), spec.size("value_depth")
+    if depth != value_depth:
+        yield f"depth {depth} of q and k differs from depth {value_depth} of v"
+    if depth > 128 and depth % 128:
+        yield f"depth {depth} is larger than 128 and not a multiple of it"
+
+
+def _mask_reasons(form: Linear) -> Iterator[str]:
     if len(form.masks) > 1:
-        return ["the score function applies several masks"]
+        yield "the score function applies several masks"
     if _needs_bias(form):
-        return _mask_reasons(form.masks[0])
-    return []
-
-
-def _mask_reasons(mask: Mask) -> Sequence[str]:
-    if mask.value == -math.inf:
-        return ["a mask that is not causal writes -inf, with which a row may have no maximum"]
-    if not mask.additive and mask.value > FAR_BELOW:
-        return [f"a mask writes {mask.value:g}, which is not far below every logit"]
-    return []
+        mask = form.masks[0]
+        if mask.value == -math.inf:
+            yield "a mask that is not causal writes -inf, with which a row may have no maximum"
+        if not mask.additive and mask.value > FAR_BELOW:
+            yield f"a mask writes {mask.value:g}, which is not far below every logit"
