@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from hlo_opt.ir.signature import ArrayType, array_type
 from hlo_opt.ir.walk import functions, symbol_name
 from hlo_opt.kernels import Candidate, No, register_kernel
-from hlo_opt.patterns.score import Linear, Mask, NotLinear, analyse, causal_offset
+from hlo_opt.patterns.score import Linear, NotLinear, analyse, causal_offset
 from hlo_opt.targets import Target
 
 # Masks at or below this value leave no weight next to an unmasked logit of any sane size.

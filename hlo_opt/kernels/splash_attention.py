@@ -23,7 +23,7 @@ from hlo_opt.kernels.attention import (
     score_reasons,
     shape_reasons,
 )
-from hlo_opt.patterns.score import Linear, reach
+from hlo_opt.patterns.score import AtLeast, Both, Data, Linear, reach
 from hlo_opt.targets import Target
 
 # How many keys before and after its own position a query sees; None where there is no limit.
@@ -39,12 +39,22 @@ class SplashAttention(AttentionKernel):
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from shape_reasons(spec)
+        yield from _depth_reasons(spec)
         yield from score_reasons(spec)
         yield from _band_reasons(spec)
         yield from _scale_reasons(spec)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
-        largest = 1024
+        import jax.numpy as jnp
+
+        # 1024 x 1024 in steps of 512 is within reach of the best on every generation for bf16 at
+        # depth 128. Deep rows need room: v4, v5e and v5p let a kernel have 16 MB of VMEM. Of blocks
+        # wider than a narrow band most is masked.
+        depth = max(spec.size("depth"), spec.size("value_depth"))
+        row_bytes = depth * max(jnp.dtype(type_).itemsize for type_ in matmul_types(spec))
+        left, right = _band(spec) or (None, None)
+        narrow = left is not None and right is not None and left + right < 1024
+        largest = 512 if narrow or row_bytes > 512 else 1024
         q = block_size(spec.size("query"), largest)
         kv = block_size(spec.size("key"), largest)
         compute = block_size(kv, 512)
@@ -59,7 +69,8 @@ class SplashAttention(AttentionKernel):
         form, band = spec.form, _band(spec)
         assert isinstance(form, Linear)
         assert band is not None
-        blocks = splash.BlockSizes(**dict(candidate.config))
+        sizes = dict(candidate.config)
+        blocks = splash.BlockSizes(sizes["block_q"], sizes["block_kv"], sizes["block_kv_compute"])
         heads = spec.size("kv_head") * spec.size("group")
 
         def kernel(q: Any, k: Any, v: Any, *extras: Any) -> Any:
@@ -92,14 +103,16 @@ def _mask(spec: AttentionSpec, band: Band) -> Any:
 def _band(spec: AttentionSpec) -> Band | None:
     """The keys that all masks together leave open; None where they are not a band."""
     assert isinstance(spec.form, Linear)
-    limits = [reach(mask.open) for mask in spec.form.masks]
-    if None in limits:
-        return None
-    left, right = (
-        min((limit[side] for limit in limits if limit and limit[side] is not None), default=None)
-        for side in (0, 1)
-    )
-    return left, right
+    parts: list[AtLeast | Data] = []
+    for mask in spec.form.masks:
+        parts += mask.open.parts if isinstance(mask.open, Both) else [mask.open]
+    return reach(Both(tuple(parts)))
+
+
+def _depth_reasons(spec: AttentionSpec) -> Iterator[str]:
+    depth = max(spec.size("depth"), spec.size("value_depth"))
+    if depth > 512:
+        yield f"depth {depth} is larger than 512"
 
 
 def _band_reasons(spec: AttentionSpec) -> Iterator[str]:
