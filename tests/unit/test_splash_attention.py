@@ -19,7 +19,7 @@ from hlo_opt.kernels import kernels_for
 from hlo_opt.kernels.attention import AttentionSpec
 from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.passes import lower_composites
-from hlo_opt.patterns.score import Linear, Mask, reach
+from hlo_opt.patterns.score import AtLeast, Linear, Mask
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.verify import compare, verify_pipeline
 
@@ -299,10 +299,8 @@ def wrong_scale(s: AttentionSpec) -> AttentionSpec:
 def mask_off_by_one(s: AttentionSpec) -> AttentionSpec:
     assert isinstance(s.form, Linear)
     (mask,) = s.form.masks
-    limits = reach(mask.open)
-    assert limits is not None
-    part = mask.open.parts[0] if hasattr(mask.open, "parts") else mask.open
-    wider = replace(part, offset=part.offset + 1)
+    assert isinstance(mask.open, AtLeast)
+    wider = replace(mask.open, offset=mask.open.offset + 1)
     return replace(s, form=replace(s.form, masks=(Mask(wider, mask.value, mask.additive),)))
 
 
