@@ -47,7 +47,9 @@ class RaiseAttention(Pass):
             elif match is not None:
                 gone.update(match.ops)
                 composite = _outline(outliner, match)
-                words = ", ".join(filter(None, (describe(match), describe_score(outliner, composite))))
+                words = ", ".join(
+                    filter(None, (describe(match), describe_score(outliner, composite)))
+                )
                 self.remark(ctx, "applied", f"raised: {words}", op=composite)
 
 

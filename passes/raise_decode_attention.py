@@ -1,16 +1,17 @@
-"""`raise-decode-attention`: outlines cache updates and attention into `hlo_opt.decode_attention`."""
+"""`raise-decode-attention`: outlines cache updates and attention into one composite."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.signature import main_function
-from hlo_opt.ir.walk import closed_functions, element_type, exponentials, symbol_name
+from hlo_opt.ir.signature import array_type, main_function
+from hlo_opt.ir.walk import closed_functions, exponentials, symbol_name
 from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
@@ -102,7 +103,7 @@ def _outline(outliner: Outliner, match: DecodeAttention) -> ir.Operation:
     return composite
 
 
-def _order(block: ir.Block):  # type: ignore[no-untyped-def]
+def _order(block: ir.Block) -> Callable[[ir.Operation], int]:
     numbers = {op.operation: number for number, op in enumerate(block.operations)}
     return numbers.__getitem__
 
@@ -113,7 +114,9 @@ class _Donated:
     def __init__(self, module: ir.Module) -> None:
         main = main_function(module)
         self._arguments = list(main.regions[0].blocks[0].arguments)
-        attributes = ir.ArrayAttr(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else ()
+        attributes = (
+            ir.ArrayAttr(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else ()
+        )
         self._given = [
             {"tf.aliasing_output", "jax.buffer_donor"} & {a.name for a in ir.DictAttr(d)}
             for d in attributes
@@ -126,7 +129,6 @@ class _Donated:
             if update.cache in self._arguments:
                 number = self._arguments.index(update.cache)
                 if number >= len(self._given) or not self._given[number]:
-                    type_ = ir.RankedTensorType(update.cache.type)
-                    width = element_type(update.cache).width
-                    total += math.prod(type_.shape) * width // 8
+                    cache = array_type(update.cache.type)
+                    total += math.prod(cache.shape) * cache.dtype.itemsize
         return total

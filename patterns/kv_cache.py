@@ -81,7 +81,9 @@ def match_update(op: ir.Operation) -> CacheUpdate | None:
         return None
     (axis,) = traced
     whole, part = shape_of(op.operands[0]), shape_of(op.operands[1])
-    if [s for d, s in enumerate(whole) if d != axis] != [s for d, s in enumerate(part) if d != axis]:
+    if [s for d, s in enumerate(whole) if d != axis] != [
+        s for d, s in enumerate(part) if d != axis
+    ]:
         return None
     if not isinstance(element_type(op.results[0]), ir.FloatType):
         return None
@@ -201,7 +203,7 @@ def _position_reason(match: Attention, keys: CacheUpdate, values: CacheUpdate) -
 
 @dataclass(frozen=True)
 class _Affine:
-    """`base + offset`; a constant where `base` is None, otherwise a value that is not looked into."""
+    """`base + offset`; a constant where `base`, a value that is not looked into, is None."""
 
     base: object | None
     offset: int
@@ -279,7 +281,7 @@ class _Resolver:
             return _sum(known[0], known[1], 1 if name == "add" else -1)
         if name == "remainder" and known[1].base is None:
             low, high = self._range(known[0])
-            return known[0] if 0 <= low and high < known[1].offset else None
+            return known[0] if low >= 0 and high < known[1].offset else None
         if name in ("maximum", "minimum"):
             return self._extreme(name, *known)
         if name == "clamp":

@@ -364,13 +364,27 @@ def key_bounds(score: Linear) -> list[Bound]:
     return bounds
 
 
+def reach(predicate: Predicate) -> tuple[int | None, int | None] | None:
+    """`(left, right)` where the predicate is exactly `query - left <= key <= query + right`.
+
+    None stands for a side without a limit, and for any other predicate.
+    """
+    limits: dict[int, int] = {}
+    for part in predicate.parts if isinstance(predicate, Both) else (predicate,):
+        if not isinstance(part, AtLeast):
+            return None
+        terms = dict(part.terms)
+        side = terms.get("query", 0)
+        if terms != {"query": side, "key": -side} or abs(side) != 1:
+            return None
+        limits[side] = min(part.offset, limits.get(side, part.offset))
+    return limits.get(-1), limits.get(1)
+
+
 def causal_offset(predicate: Predicate) -> int | None:
     """`c` where the predicate is exactly `key <= query + c`; None where it is anything else."""
-    if isinstance(predicate, Both) and len(predicate.parts) == 1:
-        predicate = predicate.parts[0]
-    if isinstance(predicate, AtLeast) and dict(predicate.terms) == {"query": 1, "key": -1}:
-        return predicate.offset
-    return None
+    limits = reach(predicate)
+    return limits[1] if limits is not None and limits[0] is None else None
 
 
 def describe(score: Linear | NotLinear) -> str:

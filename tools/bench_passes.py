@@ -47,7 +47,7 @@ def measure(layers: int) -> None:
     middle = time.perf_counter()
     lowered = run_pipeline(raised, "lower", ctx)
     end = time.perf_counter()
-    kernels = sum("flash" in symbol_name(f) for f in functions(lowered))
+    kernels = sum("attention.pallas" in symbol_name(f) for f in functions(lowered))
     calls = sum(r.kind == "applied" and r.pass_name == "lower-composites" for r in ctx.remarks)
     print(
         f"{layers} {count_ops(module)} {baseline:.3f} {middle - start:.3f} {end - middle:.3f} "

@@ -1,4 +1,4 @@
-"""Kernels that composites are lowered to, one file per composite.
+"""Kernels that composites are lowered to, one file per kernel.
 
 A kernel is a JAX function with a `pallas_call` inside, built for a composite's exact shapes.
 Modules of this package register theirs with `register_kernel`; `kernels_for` finds them.
@@ -40,10 +40,15 @@ class Candidate:
 
 
 class Kernel(Hashable, Protocol):
-    """What a kernel tells about itself. `spec` is a hashable description of a composite."""
+    """What a kernel tells about itself. `spec` is a hashable description of a composite.
+
+    Attributes:
+      rank: its place among the kernels for its composite, lower first.
+    """
 
     composite: str
     name: str
+    rank: int
 
     def spec(self, op: ir.Operation, module: ir.Module) -> Any | No:
         """Describes a composite op, or says why it is malformed."""
@@ -81,6 +86,7 @@ def _load() -> None:
 
 
 def kernels_for(composite: str) -> list[Kernel]:
-    """The kernels registered for a composite's name."""
+    """The kernels registered for a composite's name, in the order to try them."""
     _load()
-    return [kernel for kernel in _KERNELS if kernel.composite == composite]
+    known = [kernel for kernel in _KERNELS if kernel.composite == composite]
+    return sorted(known, key=lambda kernel: (kernel.rank, kernel.name))

@@ -1,14 +1,15 @@
-"""Kernels for `hlo_opt.attention`: JAX's own Pallas flash attention for TPU.
+"""Kernels for `hlo_opt.attention`: what they share, and JAX's Pallas flash attention for TPU.
 
 The composite's layout is arranged to `[batch, kv_head, group, sequence, depth]` around the kernel.
-Batch, heads and groups are mapped with `jax.vmap`: keys and values are not mapped over the group,
-so they are never repeated. What the kernel has no parameter for is refused with a reason.
+For flash attention batch, heads and groups are mapped with `jax.vmap`: keys and values are not
+mapped over the group, so they are never repeated. What a kernel has no parameter for is refused
+with a reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxlib.mlir import ir
 from hlo_opt.ir.signature import ArrayType, array_type
 from hlo_opt.ir.walk import functions, symbol_name
 from hlo_opt.kernels import Candidate, No, register_kernel
-from hlo_opt.patterns.score import FAR_BELOW, Linear, Mask, NotLinear, analyse, causal_offset
+from hlo_opt.patterns.score import FAR_BELOW, Linear, NotLinear, analyse, causal_offset
 from hlo_opt.targets import Target
 
 # What the kernel itself adds where its causal mask is closed: 0.7 of the lowest f32.
@@ -46,6 +47,7 @@ class AttentionSpec:
     qk_precision: tuple[str, ...]
     pv_precision: tuple[str, ...]
     qk_type: str
+    logits_type: str
     probs_type: str
     score: str
     form: Linear | NotLinear
@@ -56,13 +58,18 @@ class AttentionSpec:
         return dict(self.roles).get(role, 1)
 
     @property
+    def extras(self) -> tuple[ArrayType, ...]:
+        """Types of the extras."""
+        return self.arguments[len(self.arguments) - len(self.extra_dims) :]
+
+    @property
     def batch_roles(self) -> tuple[str, ...]:
         """Batch roles, outer first."""
         names = [name for name, _ in self.roles if name.startswith("batch")]
         return tuple(sorted(names, key=lambda name: int(name[5:] or 0)))
 
 
-def attention_spec(op: ir.Operation, module: ir.Module, leading: int = 3) -> AttentionSpec | No:
+def attention_spec(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | No:
     """Reads the attributes of an attention composite.
 
     Args:
@@ -92,21 +99,24 @@ def attention_spec(op: ir.Operation, module: ir.Module, leading: int = 3) -> Att
         extra_dims=tuple(_strings(a) for a in ir.ArrayAttr(attributes["extra_dims"])),
         qk_precision=_strings(attributes["qk_precision"]),
         pv_precision=_strings(attributes["pv_precision"]),
-        qk_type=str(ir.TypeAttr(attributes["qk_type"]).value),
-        probs_type=str(ir.TypeAttr(attributes["probs_type"]).value),
+        qk_type=_type(attributes, "qk_type"),
+        logits_type=_type(attributes, "logits_type") if "logits_type" in attributes else "",
+        probs_type=_type(attributes, "probs_type"),
         score=_anonymous(score),
         form=analyse(score),
         probs=_function_text(table, attributes, "probs"),
     )
 
 
-def _function_text(
-    table: dict[str, ir.Operation], attributes: ir.DictAttr, name: str
-) -> str:
+def _function_text(table: dict[str, ir.Operation], attributes: ir.DictAttr, name: str) -> str:
     if name not in attributes:
         return ""
     function = table.get(ir.FlatSymbolRefAttr(attributes[name]).value)
     return _anonymous(function) if function is not None else "missing"
+
+
+def _type(attributes: ir.DictAttr, name: str) -> str:
+    return str(ir.TypeAttr(attributes[name]).value)
 
 
 def _strings(attribute: ir.Attribute) -> tuple[str, ...]:
@@ -199,37 +209,54 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
     return Captured(spec.score)(jnp.float32(0), *tiles, *indices)
 
 
-@register_kernel
-class FlashAttention:
-    """`jax.experimental.pallas.ops.tpu.flash_attention`."""
+class AttentionKernel:
+    """What kernels for `hlo_opt.attention` have in common."""
 
     composite = "hlo_opt.attention"
-    name = "Pallas flash attention"
+    leading = 3  # operands before the extras
+
+    def reasons(self, spec: AttentionSpec) -> Iterator[str]:
+        """Why the kernel does not compute the same function; only the first is asked for."""
+        raise NotImplementedError
+
+    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
+        return next((No(reason) for reason in self.reasons(spec)), None)
 
     def spec(self, op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
-        return attention_spec(op, module)
+        return attention_spec(op, module, self.leading)
 
     def arguments(self, spec: AttentionSpec) -> Sequence[ArrayType]:
         return spec.arguments
 
     def precision(self, spec: AttentionSpec) -> str:
-        return precision_of(spec)
+        asked = precisions(spec)
+        return min(asked).lower() if asked else "default"
 
-    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
-        return next(
-            map(No, (*_shape_reasons(spec), *common_reasons(spec), *_score_reasons(spec))), None
-        )
+
+@register_kernel
+class FlashAttention(AttentionKernel):
+    """`jax.experimental.pallas.ops.tpu.flash_attention`."""
+
+    name = "Pallas flash attention"
+    rank = 20
+
+    def reasons(self, spec: AttentionSpec) -> Iterator[str]:
+        yield from shape_reasons(spec)
+        yield from _depth_reasons(spec)
+        yield from score_reasons(spec)
+        assert isinstance(spec.form, Linear)
+        yield from _mask_reasons(spec.form)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         # 1024 x 1024 in steps of 512 is within reach of the best on every generation for bf16 at
         # depth 128, the library's default of 128 is 5 to 10 times slower. A bias and f32 operands
         # need room: v4 and v5e let a kernel have 16 MB of VMEM unless it asks for more.
-        narrow = _precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
+        narrow = precisions(spec) <= {"DEFAULT"} and spec.qk_type == "bf16"
         assert isinstance(spec.form, Linear)
         largest = 1024 if not _needs_bias(spec.form) and narrow else 512
-        q = _divisor(spec.size("query"), largest)
-        major = _divisor(spec.size("key"), largest)
-        minor = _divisor(major, 512)
+        q = block_size(spec.size("query"), largest)
+        major = block_size(spec.size("key"), largest)
+        minor = block_size(major, 512)
         config = (("block_q", q), ("block_k_major", major), ("block_k", minor))
         return [Candidate(f"{self.name}, blocks q={q}, k={major}/{minor}", config)]
 
@@ -304,16 +331,10 @@ def _is_causal(form: Linear) -> bool:
     )
 
 
-def _precisions(spec: AttentionSpec) -> set[str]:
+def precisions(spec: AttentionSpec) -> set[str]:
     """Precisions asked for that matter: products of bf16 are exact whatever is asked."""
     pairs = ((spec.qk_type, spec.qk_precision), (spec.probs_type, spec.pv_precision))
     return {name for type_, names in pairs if type_ != "bf16" for name in names}
-
-
-def precision_of(spec: AttentionSpec) -> str:
-    """JAX's name of the one precision that the matmuls ask for."""
-    asked = _precisions(spec)
-    return min(asked).lower() if asked else "default"
 
 
 def matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
@@ -321,7 +342,7 @@ def matmul_types(spec: AttentionSpec) -> tuple[Any, Any]:
     import jax.numpy as jnp
 
     qk_type = jnp.promote_types(_jnp_type(spec.qk_type), spec.result.dtype)
-    if _precisions(spec) - {"DEFAULT"}:  # Mosaic multiplies bf16 at default precision only
+    if precisions(spec) - {"DEFAULT"}:  # Mosaic multiplies bf16 at default precision only
         return jnp.float32, jnp.float32
     return qk_type, _jnp_type(spec.probs_type)
 
@@ -332,58 +353,58 @@ def _jnp_type(name: str) -> Any:
     return {"bf16": jnp.bfloat16, "f32": jnp.float32, "f16": jnp.float16}[name]
 
 
-def _divisor(size: int, largest: int) -> int:
+def block_size(size: int, largest: int) -> int:
     """The largest multiple of 128 up to `largest` that divides `size`."""
     return next(b for b in range(min(largest, size), 0, -128) if size % b == 0)
 
 
-def _shape_reasons(spec: AttentionSpec) -> Sequence[str]:
-    depth, value_depth = spec.size("depth"), spec.size("value_depth")
-    reasons = []
+def shape_reasons(spec: AttentionSpec) -> Iterator[str]:
+    """Shapes and types that no kernel here takes."""
     for role in ("query", "key"):
         if spec.size(role) % 128:
-            reasons.append(f"{spec.size(role)} {role} positions, not a multiple of 128")
-    if depth != value_depth:
-        reasons.append(f"depth {depth} of q and k differs from depth {value_depth} of v")
-    if depth > 128 and depth % 128:
-        reasons.append(f"depth {depth} is larger than 128 and not a multiple of it")
-    return reasons
+            yield f"{spec.size(role)} {role} positions, not a multiple of 128"
+    yield from common_reasons(spec)
 
 
-def common_reasons(spec: AttentionSpec) -> Sequence[str]:
+def common_reasons(spec: AttentionSpec) -> Iterator[str]:
     """What no kernel here multiplies or holds."""
-    reasons = []
     if {spec.qk_type, spec.probs_type} - {"bf16", "f32"}:
-        reasons.append(f"matmuls in {spec.qk_type} and {spec.probs_type}")
+        yield f"matmuls in {spec.qk_type} and {spec.probs_type}"
     if any(argument.dtype.itemsize > 4 for argument in spec.arguments):
-        reasons.append("a mask or bias is computed in 64 bits")
+        yield "a mask or bias is computed in 64 bits"
     if spec.result.dtype.itemsize > 4:
-        reasons.append(f"a result in {spec.result.dtype}")
-    if len(_precisions(spec)) > 1:
-        reasons.append("the matmuls ask for different precisions")
-    return reasons
+        yield f"a result in {spec.result.dtype}"
+    if len(precisions(spec)) > 1:
+        yield "the matmuls ask for different precisions"
 
 
-def _score_reasons(spec: AttentionSpec) -> Sequence[str]:
+def score_reasons(spec: AttentionSpec) -> Iterator[str]:
+    """Scores that no kernel here computes, whatever the masks."""
     form = spec.form
     if spec.probs:
-        return ["a function is applied to the probabilities"]
+        yield "a function is applied to the probabilities"
     if isinstance(form, NotLinear):
-        return [f"the score function is not linear in the logit: {form.reason}"]
-    if form.bias:
-        return ["the score function adds a bias, which may hold values the kernel cannot mask with"]
-    if form.scale <= 0:
-        return [f"the scale {form.scale} is not positive"]
+        yield f"the score function is not linear in the logit: {form.reason}"
+    elif form.bias:
+        yield "the score function adds a bias, which may hold values the kernel cannot mask with"
+    elif form.scale <= 0:
+        yield f"the scale {form.scale} is not positive"
+
+
+def _depth_reasons(spec: AttentionSpec) -> Iterator[str]:
+    depth, value_depth = spec.size("depth"), spec.size("value_depth")
+    if depth != value_depth:
+        yield f"depth {depth} of q and k differs from depth {value_depth} of v"
+    if depth > 128 and depth % 128:
+        yield f"depth {depth} is larger than 128 and not a multiple of it"
+
+
+def _mask_reasons(form: Linear) -> Iterator[str]:
     if len(form.masks) > 1:
-        return ["the score function applies several masks"]
+        yield "the score function applies several masks"
     if _needs_bias(form):
-        return _mask_reasons(form.masks[0])
-    return []
-
-
-def _mask_reasons(mask: Mask) -> Sequence[str]:
-    if mask.value == -math.inf:
-        return ["a mask that is not causal writes -inf, with which a row may have no maximum"]
-    if not mask.additive and mask.value > FAR_BELOW:
-        return [f"a mask writes {mask.value:g}, which is not far below every logit"]
-    return []
+        mask = form.masks[0]
+        if mask.value == -math.inf:
+            yield "a mask that is not causal writes -inf, with which a row may have no maximum"
+        if not mask.additive and mask.value > FAR_BELOW:
+            yield f"a mask writes {mask.value:g}, which is not far below every logit"

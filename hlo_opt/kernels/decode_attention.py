@@ -16,30 +16,26 @@ the smallest aligned piece of the cache around it is written back through the al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxlib.mlir import ir
 
-from hlo_opt.ir.signature import ArrayType
-from hlo_opt.kernels import Candidate, No, register_kernel
+from hlo_opt.kernels import Candidate, register_kernel
 from hlo_opt.kernels.attention import (
+    AttentionKernel,
     AttentionSpec,
     Captured,
     arrange,
-    attention_spec,
     common_reasons,
     matmul_types,
-    precision_of,
     restore,
     score_bias,
 )
 from hlo_opt.patterns.score import FAR_BELOW, Linear, analyse
 from hlo_opt.targets import Target
 
-LEADING = 6  # q, k_new, v_new, k_cache, v_cache, position
 LANES = 128
 # How many f32 products are summed in one go. Summing in a row, as CPUs do in the interpreter, 16
 # keep the error below that of XLA's own matrix-vector products; a TPU has no use for it.
@@ -69,7 +65,7 @@ class Layout:
         """Place of the keys in `order`."""
         return self.order.index("key")
 
-    def shape(self, **sizes: int) -> tuple[int, ...]:
+    def shape(self, **sizes: Any) -> tuple[Any, ...]:
         """Sizes by role in this order; roles not given have size 1."""
         return tuple(sizes.get(role, 1) for role in self.order)
 
@@ -92,23 +88,24 @@ def layout_of(dims: Sequence[str], heads: int, depth: int, dtype: np.dtype) -> L
 
 
 @register_kernel
-class DecodeAttention:
+class DecodeAttention(AttentionKernel):
     """One query a sequence, the cache updated by the same call."""
 
     composite = "hlo_opt.decode_attention"
     name = "Pallas decode attention"
+    rank = 10
+    leading = 6
 
-    def spec(self, op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
-        return attention_spec(op, module, LEADING)
-
-    def arguments(self, spec: AttentionSpec) -> Sequence[ArrayType]:
-        return spec.arguments
-
-    def precision(self, spec: AttentionSpec) -> str:
-        return precision_of(spec)
-
-    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
-        return next((No(r) for r in (*common_reasons(spec), *_reasons(spec)) if r), None)
+    def reasons(self, spec: AttentionSpec) -> Iterator[str]:
+        yield from common_reasons(spec)
+        yield from _cache_reasons(spec)
+        if spec.size("query") != 1:
+            yield f"{spec.size('query')} queries, the kernel takes one"
+        for extra in spec.extras:
+            if extra.dtype.name not in EXTRA_TYPES:
+                yield f"a mask or bias computed in {extra.dtype}"
+        if spec.probs and not _is_homogeneous(spec):
+            yield "the function applied to the probabilities is not a mask to zero"
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         block = _block(spec)
@@ -118,28 +115,19 @@ class DecodeAttention:
         return _Program(spec, dict(candidate.config)["block"]).run
 
 
-def _reasons(spec: AttentionSpec) -> Sequence[str]:
-    keys = spec.arguments[3]
-    reasons = []
-    if spec.size("query") != 1:
-        reasons.append(f"{spec.size('query')} queries, the kernel takes one")
+def _cache_reasons(spec: AttentionSpec) -> Iterator[str]:
+    keys, values, position = spec.arguments[3:6]
     if spec.size("key") % LANES:
-        reasons.append(f"{spec.size('key')} key positions, not a multiple of {LANES}")
-    if keys.dtype != spec.arguments[4].dtype or str(keys.dtype) not in ("bfloat16", "float32"):
-        reasons.append(f"caches of {keys.dtype} and {spec.arguments[4].dtype}")
-    if spec.arguments[5].dtype.name not in ("int32", "uint32"):
-        reasons.append(f"a position in {spec.arguments[5].dtype}")
-    for extra in spec.arguments[LEADING:]:
-        if extra.dtype.name not in EXTRA_TYPES:
-            reasons.append(f"a mask or bias computed in {extra.dtype}")
+        yield f"{spec.size('key')} key positions, not a multiple of {LANES}"
+    if keys.dtype != values.dtype or keys.dtype.name not in ("bfloat16", "float32"):
+        yield f"caches of {keys.dtype} and {values.dtype}"
+    if position.dtype.name not in ("int32", "uint32"):
+        yield f"a position in {position.dtype}"
     deepest = max(spec.size("depth"), spec.size("value_depth"))
     if keys.dtype == np.float32 and deepest > LANES:
-        reasons.append(f"f32 caches of depth {deepest}, which Mosaic takes minutes to compile")
-    if spec.probs and not _is_homogeneous(spec):
-        reasons.append("the function applied to the probabilities is not a mask to zero")
-    if not reasons and not _block(spec):
-        reasons.append(f"128 keys of all heads take more than {BLOCK_BYTES >> 20} MB of VMEM")
-    return reasons
+        yield f"f32 caches of depth {deepest}, which Mosaic takes minutes to compile"
+    if not _block(spec):
+        yield f"128 keys of all heads take more than {BLOCK_BYTES >> 20} MB of VMEM"
 
 
 def _is_homogeneous(spec: AttentionSpec) -> bool:
@@ -178,7 +166,9 @@ class _Program:
         self.score = Captured(spec.score)
         self.probs = Captured(spec.probs) if spec.probs else None
 
-    def run(self, q: Any, k_new: Any, v_new: Any, k: Any, v: Any, position: Any, *extras: Any) -> Any:
+    def run(
+        self, q: Any, k_new: Any, v_new: Any, k: Any, v: Any, position: Any, *extras: Any
+    ) -> Any:
         """The composite's results from its operands."""
         import jax.numpy as jnp
 
@@ -266,7 +256,8 @@ class _Program:
             layout = self.layouts[side]
             shape = layout.shape(kv_head=heads, key=block, depth=depths[side])
             return pl.BlockSpec(
-                shape, lambda b, j, s: layout.shape(batch=b, kv_head=0, key=_least(j, s[1]), depth=0)
+                shape,
+                lambda b, j, s: layout.shape(batch=b, kv_head=0, key=_least(j, s[1]), depth=0),
             )
 
         def unit_spec(side: int) -> Any:
@@ -317,7 +308,9 @@ class _Program:
             name="hlo_opt_decode_attention",
         )(scalars, q, *news, *caches, *tiles)
 
-    def _kernel(self, scalars: Any, q: Any, k_new: Any, v_new: Any, k: Any, v: Any, *rest: Any) -> None:
+    def _kernel(
+        self, scalars: Any, q: Any, k_new: Any, v_new: Any, k: Any, v: Any, *rest: Any
+    ) -> None:
         """One block of keys of one sequence; refs are blocks in VMEM."""
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
@@ -337,12 +330,11 @@ class _Program:
 
         def attend(written: bool) -> None:
             for head in range(self.heads):
-                tile = [
-                    self._load(side, ref, new, head, start - first if written else None)
-                    for side, (ref, new) in enumerate(((k, k_new), (v, v_new)))
-                ]
+                place = start - first if written else None
+                keys = self._load(0, k, k_new, head, place)
+                values = self._load(1, v, v_new, head, place)
                 extras = [t[0, min(head, t.shape[1] - 1)] for t in tiles]
-                self._attend(b, head, first, q[0, head], *tile, extras, (top, total, acc))
+                self._attend(b, head, first, q[0, head], keys, values, extras, (top, total, acc))
 
         @pl.when(holds)
         def _() -> None:
@@ -408,7 +400,7 @@ class _Program:
         """Loaded extras in the types the captured functions take."""
         import jax.numpy as jnp
 
-        types = [argument.dtype for argument in self.spec.arguments[LEADING:]]
+        types = [argument.dtype for argument in self.spec.extras]
         return [
             extra != 0 if type_ == jnp.bool_ else extra
             for extra, type_ in zip(extras, types, strict=True)
@@ -425,7 +417,7 @@ class _Program:
             out[...] = new[...]
             return
         offset = pl.multiple_of((start & -layout.unit) - first, layout.unit)
-        piece = [slice(None)] * 4
+        piece: list[Any] = [slice(None)] * 4
         piece[layout.key_axis] = pl.ds(offset, layout.unit)
         old = ref[tuple(piece)]
         keys = jax.lax.broadcasted_iota(jnp.int32, old.shape, layout.key_axis)
@@ -449,7 +441,7 @@ def _dot(left: Any, right: Any, contracted: int) -> Any:
 
     length = left.shape[1]
     step = length if left.dtype != jnp.float32 else min(length, TERMS)
-    total = 0.0
+    total: Any = 0.0
     for first in range(0, length, step):
         part = slice(first, first + step)
         pair = (left[:, part], right[:, part] if contracted else right[part])

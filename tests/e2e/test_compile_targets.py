@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import decoder
 import hlo_opt
 from hlo_opt import ir as hlo_ir
 from hlo_opt.errors import HloOptError
+from hlo_opt.kernels import No
+from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.targets import TPU_NAMES, CompileReport, compile_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu]
@@ -64,12 +67,70 @@ def operands(s: int, d: int, dtype: Any, masked: bool) -> list[jax.ShapeDtypeStr
 
 
 @pytest.mark.parametrize("target", ["v5e", "v5p"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "masked"), [("splash", False), ("flash", False), ("flash", True)]
+)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("s", "d"), [(1024, 64), (8192, 128), (1024, 256)])
-def test_kernels_fit(target: str, masked: bool, dtype: Any, s: int, d: int) -> None:
+def test_kernels_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    kernel: str,
+    masked: bool,
+    dtype: Any,
+    s: int,
+    d: int,
+) -> None:
+    if kernel == "flash":
+        monkeypatch.setattr(SplashAttention, "supports", lambda *_: No("not tested here"))
     lowered = hlo_opt.jit(attention, target=target).lower(*operands(s, d, dtype, masked))
+    assert f"pallas_{kernel}_attention" in lowered.as_text()
     assert lowered.compile().report.kernels == 1
+
+
+def banded(window: int | None, scale: float) -> Callable[..., jax.Array]:
+    """Grouped-query attention to the `window` keys up to the query's own, or to all keys."""
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        b, s, _, d = q.shape
+        x = jnp.einsum("bqkgd,bskd->bkgqs", q.reshape(b, s, k.shape[2], -1, d), k) * scale
+        if window is not None:
+            rows, columns = jnp.arange(s)[:, None], jnp.arange(s)[None]
+            x = jnp.where((rows >= columns) & (rows - columns < window), x, -1e30)
+        p = jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgqs,bskd->bqkgd", p, v)
+
+    return fn
+
+
+@pytest.mark.parametrize("target", ["v4", "v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize(
+    ("s", "d", "value_d", "dtype", "window", "precision"),
+    [
+        (2048, 192, 128, jnp.bfloat16, None, "default"),
+        (8192, 128, 128, jnp.float32, 2048, "highest"),
+    ],
+)
+def test_splash_attention_fits(
+    target: str, s: int, d: int, value_d: int, dtype: Any, window: int | None, precision: str
+) -> None:
+    shapes = [jax.ShapeDtypeStruct((2, s, *n), dtype) for n in ((8, d), (2, d), (2, value_d))]
+    with jax.default_matmul_precision(precision):
+        traced = jax.jit(banded(window, 0.1)).trace(*shapes)
+    module = hlo_ir.parse(traced.lower(lowering_platforms=("tpu",)).as_text())
+    lowered = hlo_opt.apply(module, target=target)
+    assert any("Pallas splash attention" in r.message for r in lowered.remarks)
+    assert compile_module(lowered.module, target).kernels == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_deepest_splash_attention_fits(dtype: Any) -> None:
+    shapes = [jax.ShapeDtypeStruct((1, 2048, heads, 512), dtype) for heads in (4, 2, 2)]
+    traced = jax.jit(banded(2048, 0.1)).trace(*shapes)
+    module = hlo_ir.parse(traced.lower(lowering_platforms=("tpu",)).as_text())
+    lowered = hlo_opt.apply(module, target="v5e")
+    assert any("Pallas splash attention" in r.message for r in lowered.remarks)
+    assert compile_module(lowered.module, "v5e").kernels == 1
 
 
 def test_donation_reaches_the_compiler() -> None:

@@ -28,7 +28,7 @@ EXPECTED: dict[str, Any] = (
 FIRST_LIGHT: dict[str, int] = {
     name: EXPECTED["modules"][name]["attention"] for name in EXPECTED.get("first_light", ())
 }
-# Modules whose probabilities pass through a function that JAX's flash attention has no place for.
+# Modules whose probabilities pass through a function that JAX's kernels have no place for.
 NO_KERNEL = {"keras-hub__gpt2_f32__prefill.mlir"}
 
 

@@ -13,12 +13,19 @@ from jaxlib.mlir import ir
 
 from hlo_opt import ir as hlo_ir
 from hlo_opt.ir.walk import functions
+from hlo_opt.kernels import No
+from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.passes import lower_composites
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.targets import compile_module
 from hlo_opt.verify import verify_pipeline
 
 B, S, H, K, D = 1, 256, 4, 2, 64
+
+
+@pytest.fixture(autouse=True)
+def flash_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SplashAttention, "supports", lambda *_: No("not tested here"))
 
 
 def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -108,6 +108,7 @@ def test_named_pipelines_expand_in_order() -> None:
     names = [step.name for step in resolve("inference")]
     assert names == [
         "normalize",
+        "raise-decode-attention",
         "raise-attention",
         "raise-softmax",
         "lower-composites",

@@ -22,6 +22,7 @@ from hlo_opt.patterns.score import (
     analyse,
     causal_offset,
     describe,
+    reach,
 )
 from hlo_opt.trace import evaluate
 
@@ -107,6 +108,31 @@ def test_causality_is_derived_with_its_offset(predicate: str, offset: int) -> No
 )
 def test_other_masks_are_not_causal(predicate: str) -> None:
     assert causal_offset(mask_of(predicate)) is None
+
+
+QUERY_AFTER = AtLeast((("key", -1), ("query", 1)), 3)
+KEY_AFTER = AtLeast((("key", 1), ("query", -1)), 7)
+
+
+@pytest.mark.parametrize(
+    ("predicate", "limits"),
+    [
+        (QUERY_AFTER, (None, 3)),
+        (KEY_AFTER, (7, None)),
+        (Both((QUERY_AFTER, KEY_AFTER)), (7, 3)),
+        (Both((QUERY_AFTER, AtLeast(QUERY_AFTER.terms, -2))), (None, -2)),
+        (Both(()), (None, None)),
+        (Data(), None),
+        (Both((QUERY_AFTER, Data())), None),
+        (AtLeast((("query", 1),), 3), None),
+        (AtLeast((("head", 1),), 3), None),
+        (AtLeast((("key", -2), ("query", 2)), 3), None),
+        (AtLeast((("key", 1), ("query", 1)), 3), None),
+        (AtLeast((("head", 1), ("key", -1), ("query", 1)), 3), None),
+    ],
+)
+def test_bands_of_positions(predicate: Predicate, limits: tuple[int, int] | None) -> None:
+    assert reach(predicate) == limits
 
 
 def test_conjunction_keeps_its_parts() -> None:

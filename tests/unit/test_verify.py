@@ -17,7 +17,9 @@ from jaxlib.mlir import ir
 from hlo_opt import compat
 from hlo_opt import ir as hlo_ir
 from hlo_opt.errors import HloOptError
+from hlo_opt.kernels import No
 from hlo_opt.kernels.attention import AttentionSpec, FlashAttention
+from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.passes import lower_composites
 from hlo_opt.patterns.score import Data, Linear, Mask
 from hlo_opt.verify import compare, infer_inputs, load_inputs, to_float64, verify_pipeline
@@ -200,6 +202,7 @@ def test_partitioned_modules_are_not_run() -> None:
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     build = FlashAttention.build
+    monkeypatch.setattr(SplashAttention, "supports", lambda *_: No("not tested here"))
 
     def planted(change: Callable[[AttentionSpec], AttentionSpec]) -> None:
         lower_composites._lower.cache_clear()
