@@ -132,7 +132,8 @@ def _cache_reasons(spec: AttentionSpec) -> Iterator[str]:
 
 def _is_homogeneous(spec: AttentionSpec) -> bool:
     """Whether `probs(c * p) = c * probs(p)`, so that it may be applied before normalising."""
-    form = analyse(Captured(spec.probs).function)
+    probs = Captured(spec.probs)
+    form = analyse(probs.function)
     return (
         isinstance(form, Linear)
         and not form.bias
