@@ -22,6 +22,7 @@ from hlo_opt.ir.prepared import (
 from hlo_opt.ir.signature import bytes_of, main_function
 from hlo_opt.ir.walk import element_type
 from hlo_opt.passes.hoist_weights import partitioned
+from hlo_opt.passes.normalize import splat_of
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
 LARGEST = 127  # symmetric: -128 is not used
@@ -268,11 +269,7 @@ def _make(name: str, type_: ir.Type, *operands: ir.Value, **attributes: ir.Attri
 
 
 def _constant(number: float, shape: Sequence[int] = ()) -> ir.Value:
-    element = ir.F32Type.get()
-    splat = ir.DenseElementsAttr.get_splat(
-        _tensor(shape, element), ir.FloatAttr.get(element, number)
-    )
-    return stablehlo.constant(splat)
+    return splat_of(_tensor(shape, ir.F32Type.get()), number)
 
 
 def _round(prepare: ir.Operation, place: int, weight: _Weight) -> ir.Value:
@@ -286,10 +283,10 @@ def _round(prepare: ir.Operation, place: int, weight: _Weight) -> ir.Value:
         wide = value
         if str(element_type(value)) != "f32":
             wide = _make("convert", _tensor(shape, f32), value)
-        largest = _maximum(_make("abs", wide.type, wide), sorted(weight.contracted))
+        dims = sorted(weight.contracted)
+        largest = _reduce("maximum", _make("abs", wide.type, wide), 0, dims)
         scale_type = largest.type
         scale = _make("divide", scale_type, largest, _constant(LARGEST, scale_type.shape))
-        # A channel of zeros. NaN is not equal to zero: it stays, and makes its channel NaN.
         empty = stablehlo.compare(
             scale,
             _constant(0, scale_type.shape),
@@ -297,6 +294,11 @@ def _round(prepare: ir.Operation, place: int, weight: _Weight) -> ir.Value:
             compare_type=stablehlo.ComparisonTypeAttr.get("FLOAT"),
         )
         scale = _make("select", scale_type, empty, _constant(1, scale_type.shape), scale)
+        # A channel with NaN or infinity becomes NaN. The maximum does not say: XLA's on CPU may
+        # drop NaN.
+        finite = _reduce("and", stablehlo.is_finite(wide), 1, dims)
+        nan = _constant(math.nan, scale_type.shape)
+        scale = _make("select", scale_type, finite, scale, nan)
         spread = _make(
             "broadcast_in_dim",
             wide.type,
@@ -309,21 +311,21 @@ def _round(prepare: ir.Operation, place: int, weight: _Weight) -> ir.Value:
     return scale
 
 
-def _maximum(value: ir.Value, dims: Sequence[int]) -> ir.Value:
-    """The maximum of non-negative values over dimensions; NaN where one is."""
+def _reduce(name: str, value: ir.Value, start: int, dims: Sequence[int]) -> ir.Value:
+    """A reduction over dimensions by the op `name`."""
     shape = [size for dim, size in enumerate(value.type.shape) if dim not in dims]
+    scalar = _tensor([], element_type(value))
     op = ir.Operation.create(
         "stablehlo.reduce",
-        [_tensor(shape, ir.F32Type.get())],
-        [value, _constant(0)],
+        [_tensor(shape, element_type(value))],
+        [value, splat_of(scalar, start)],
         {"dimensions": ir.DenseI64ArrayAttr.get(list(dims))},
         regions=1,
     )
-    scalar = _tensor([], ir.F32Type.get())
     block = op.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
-        larger = _make("maximum", scalar, *block.arguments)
-        ir.Operation.create("stablehlo.return", operands=[larger])
+        combined = _make(name, scalar, *block.arguments)
+        ir.Operation.create("stablehlo.return", operands=[combined])
     return op.results[0]
 
 

@@ -92,6 +92,30 @@ def without_prepare(module: ir.Module) -> ir.Module:
     return copy
 
 
+def keep_results(prepare: ir.Module) -> tuple[int | None, ...]:
+    """Leaves only those results in `prepare` that it computes.
+
+    Returns:
+      for every former result the argument it was, or None where it is computed.
+    """
+    main = main_function(prepare)
+    block = main.regions[0].blocks[0]
+    returned = list(block.operations)[-1].operation
+    values = list(returned.operands)
+    sources = tuple(
+        ir.BlockArgument(value).arg_number if isinstance(value.owner, ir.Block) else None
+        for value in values
+    )
+    computed = [value for value, source in zip(values, sources, strict=True) if source is None]
+    with prepare.context, returned.location, ir.InsertionPoint(returned):
+        ir.Operation.create("func.return", operands=computed)
+    returned.erase()
+    if "res_attrs" in main.attributes:
+        del main.attributes["res_attrs"]
+    set_function_type(main)
+    return sources
+
+
 def _drop(function: ir.Operation, name: str) -> None:
     attributes = argument_attributes(function)
     for one in attributes:

@@ -166,16 +166,14 @@ def test_zero_channels_stay_zero_and_small_ones_survive() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_bad_weights_are_not_hidden(bad: float, dtype: Any) -> None:
-    w, x = normal(1, 64, 32, dtype=dtype), normal(0, 8, 64, dtype=dtype)
+@pytest.mark.parametrize("size", [64, 128])  # XLA:CPU's maximum drops NaN at some sizes
+def test_bad_weights_are_not_hidden(bad: float, dtype: Any, size: int) -> None:
+    w, x = normal(1, size, size, dtype=dtype), normal(0, 8, size, dtype=dtype)
     w[5, 3] = bad
     _, (out,) = quantized(lambda params, x: x @ params, w, x)
     wide = out.astype(np.float64)
-    assert not np.isfinite(wide[:, 3]).any()
-    if np.isnan(bad):
-        assert np.isnan(wide[:, 3]).all()
-    others = np.delete(wide, 3, axis=1)
-    assert np.isfinite(others).all()
+    assert np.isnan(wide[:, 3]).all()
+    assert np.isfinite(np.delete(wide, 3, axis=1)).all()
 
 
 S = jax.ShapeDtypeStruct
