@@ -48,6 +48,7 @@ _MOVABLE = ELEMENTWISE_OPS | {
         "transpose",
     )
 }
+_NAMED = 4
 _DONATED = ("tf.aliasing_output", "jax.buffer_donor")
 _SHARDED = ("sdy.sharding", "mhlo.sharding")
 
@@ -207,7 +208,7 @@ def _move(
     kept = {value: attributes[n] for n, value in zip(places, parameters, strict=True)}
     added: list[tuple[ir.Type, str, Attributes]] = []
     for value in cut:
-        path = " + ".join(dict.fromkeys(origins[value]))
+        path = " + ".join(origins[value])
         one = {k: a for k, a in kept.get(value, {}).items() if k != PARAMETER}
         one[PREPARED] = ir.StringAttr.get(path, module.context)
         added.append((value.type, path, one))
@@ -235,9 +236,10 @@ def _origins(
     paths: dict[ir.Value, list[str]] = {value: [path] for value, path in parameters.items()}
     ops = [view.operation for view in block.operations]
     for op in ops:
-        come_from = [path for operand in op.operands for path in paths.get(operand, [])]
-        if come_from and _movable(op):
-            paths.update((result, come_from) for result in op.results)
+        found = dict.fromkeys(path for o in op.operands for path in paths.get(o, ()))
+        if found and _movable(op):
+            # Few are kept: they are for people, and a product may have hundreds.
+            paths.update((result, list(found)[:_NAMED]) for result in op.results)
     wanted, needed = set(cut), []
     for op in reversed(ops):
         if any(result in wanted for result in op.results):

@@ -17,10 +17,9 @@ from hlo_opt.ir.prepared import (
     insert_arguments,
     prepare_function,
     prepared_paths,
-    set_function_type,
 )
-from hlo_opt.ir.signature import bytes_of, main_function
-from hlo_opt.ir.walk import element_type
+from hlo_opt.ir.signature import bytes_of, main_function, set_function_type
+from hlo_opt.ir.walk import defining_op, element_type
 from hlo_opt.passes.hoist_weights import partitioned
 from hlo_opt.passes.normalize import splat_of
 from hlo_opt.pipeline import Pass, PassContext, register_pass
@@ -128,17 +127,14 @@ class Quantize(Pass):
     ) -> Iterator[_Weight]:
         """What can be quantized; says what cannot."""
         arguments = list(main.regions[0].blocks[0].arguments)
-        taken: set[ir.Operation] = set()
+        weights = {arguments[number] for number in paths}
         for number, path in paths.items():
             match = self._match(arguments[number], number, path)
-            if isinstance(match, _Weight):
-                dots = [use.dot for use in match.uses]
-                if len({*dots, *taken}) < len(dots) + len(taken):
-                    match = _Refusal("both operands of a matmul are parameters")
+            if isinstance(match, _Weight) and any(_other(use) in weights for use in match.uses):
+                match = _Refusal("both operands of a matmul are parameters")
             if isinstance(match, _Refusal):
                 self.remark(ctx, "missed", f"{path}: {match.reason}", op=main, path=path)
             elif match is not None:
-                taken.update(dots)
                 yield match
 
     def _match(self, weight: ir.Value, number: int, path: str) -> _Weight | _Refusal | None:
@@ -199,6 +195,14 @@ def _uses(value: ir.Value, chain: tuple[ir.Operation, ...] = ()) -> tuple[list[_
         else:
             others.append(op.name)
     return dots, others
+
+
+def _other(use: _Use) -> ir.Value:
+    """What the other operand of a matmul is laid out from."""
+    value = use.dot.operands[1 - use.number]
+    while (op := defining_op(value)) is not None and op.name in _LAYOUT:
+        value = op.operands[0]
+    return value
 
 
 def _sides(dot: ir.Operation, number: int) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.module import clone, run_cxx_passes
-from hlo_opt.ir.signature import main_function
+from hlo_opt.ir.signature import main_function, set_function_type
 from hlo_opt.ir.walk import functions, symbol_name
 
 PREPARE = "prepare"
@@ -182,14 +182,3 @@ def erase_arguments(function: ir.Operation, places: Sequence[int]) -> None:
         del attributes[place]
     set_argument_attributes(function, attributes)
     set_function_type(function)
-
-
-def set_function_type(function: ir.Operation) -> None:
-    """Makes a function's type that of its arguments and returned values."""
-    block = function.regions[0].blocks[0]
-    returned = list(block.operations)[-1].operation
-    with function.context:
-        type_ = ir.FunctionType.get(
-            [argument.type for argument in block.arguments], [o.type for o in returned.operands]
-        )
-        function.attributes["function_type"] = ir.TypeAttr.get(type_)

@@ -48,6 +48,17 @@ def check_static(function: ir.Operation) -> None:
                 )
 
 
+def set_function_type(function: ir.Operation) -> None:
+    """Makes a function's type that of its arguments and returned values."""
+    block = function.regions[0].blocks[0]
+    returned = list(block.operations)[-1].operation
+    with function.context:
+        type_ = ir.FunctionType.get(
+            [argument.type for argument in block.arguments], [o.type for o in returned.operands]
+        )
+        function.attributes["function_type"] = ir.TypeAttr.get(type_)
+
+
 def bytes_of(type_: ir.Type) -> int:
     """What a static tensor takes, in bytes; 0 for other types."""
     if not isinstance(type_, ir.RankedTensorType) or not type_.has_static_shape:

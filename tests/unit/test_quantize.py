@@ -196,10 +196,6 @@ def both_ways(params: jax.Array, x: jax.Array) -> jax.Array:
     return (x @ params) @ params.T
 
 
-def of_two(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    return x * jnp.sum(params["a"] @ params["b"])
-
-
 def scanned(params: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda c, w: (c @ w, None), x, params)[0]
 
@@ -229,6 +225,17 @@ def exact(params: jax.Array, x: jax.Array) -> jax.Array:
 )
 def test_what_is_left_alone_is_said(fn: Any, params: Any, reason: str) -> None:
     assert remarks_of(fn, params, X) == [reason]
+
+
+def test_two_parameters_in_one_matmul() -> None:
+    def f(params: dict[str, jax.Array], x: jax.Array) -> Any:
+        return params["a"].T @ params["b"], x @ params["a"][:, :64].T
+
+    w = normal(1, 8, 512)
+    result, _ = quantized(f, {"a": w, "b": w + 1}, normal(0, 4, 64))
+    reason = "both operands of a matmul are parameters"
+    assert applied(result) == []
+    assert missed(result)[-1] == f"params['b']: {reason}"
 
 
 def test_integers_and_small_floats_are_left_alone() -> None:
