@@ -219,7 +219,7 @@ class Jitted:
         def marked(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        marked.__name__ = marked.__qualname__ = f"{_name_of(fun)}{_MARK}{self._key}"
+        marked.__name__ = marked.__qualname__ = f"{name_of(fun)}{_MARK}{self._key}"
         self._jitted = jax.jit(marked, **options)
         functools.update_wrapper(self, fun)
 
@@ -242,7 +242,7 @@ class Jitted:
     @property
     def remarks(self) -> tuple[Remark, ...]:
         """What the passes said when this function was last lowered or compiled."""
-        return _REMARKS.get(self._key, ())
+        return REMARKS.get(self._key, ())
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's `Traced`; its `.lower()` gives the rewritten module (so does `jax.export`)."""
@@ -276,15 +276,16 @@ class Jitted:
 
     def _rewritten(self, lowered: Any) -> Any:
         self._check_platforms(lowered)
-        rewritten, _REMARKS[self._key] = _optimize(lowered, self.pipeline, self.target)
+        rewritten, REMARKS[self._key] = _optimize(lowered, self.pipeline, self.target)
         return rewritten
 
 
 _PIPELINES: dict[str, str] = {}
-_REMARKS: dict[str, tuple[Remark, ...]] = {}
+REMARKS: dict[str, tuple[Remark, ...]] = {}  # by a function's key, of its last rewrite
 
 
-def _name_of(fun: Callable[..., Any]) -> str:
+def name_of(fun: Callable[..., Any]) -> str:
+    """What a function is called in messages and modules."""
     return str(getattr(fun, "__name__", None) or type(fun).__name__)
 
 
@@ -303,5 +304,5 @@ def _rewrite_for_jax(name: str, bytecode: Callable[[], bytes], device: Any) -> i
         return None
     target = target_of_device(device.platform, device.device_kind)
     result = _rewrite(bytecode(), _PIPELINES[match[1]], target)
-    _REMARKS[match[1]] = result.remarks
+    REMARKS[match[1]] = result.remarks
     return result.module

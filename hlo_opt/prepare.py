@@ -22,7 +22,7 @@ from jax import export, tree_util
 from jaxlib.mlir import ir
 
 from hlo_opt import compat
-from hlo_opt.api import _REMARKS, Jitted, _name_of, apply, for_target
+from hlo_opt.api import REMARKS, Jitted, apply, for_target, name_of
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import parse
 from hlo_opt.ir.prepared import (
@@ -310,7 +310,7 @@ class PreparedJitted(Jitted):
         if not isinstance(prepared, Prepared):
             raise HloOptError(
                 f"error: '{name}' is not prepared ({type(prepared).__name__}): pass what "
-                f"{_name_of(self._fun)}.prepare({name}) returned"
+                f"{name_of(self._fun)}.prepare({name}) returned"
             )
         if prepared._owner is not self._token:
             raise HloOptError(f"error: '{name}' was prepared by another function's prepare")
@@ -383,7 +383,15 @@ class PreparedJitted(Jitted):
         ]
         platforms = None if key.platform is None else [key.platform]
         exporting = export.export(jax.jit(flat, keep_unused=True), platforms=platforms)
-        exported = exporting(list(key.avals), arrays)
+        try:
+            exported = exporting(list(key.avals), arrays)
+        except NotImplementedError as error:
+            if "host_callbacks" not in str(error):
+                raise
+            raise HloOptError(
+                "error: a function with host callbacks (jax.debug.print and the like) cannot have "
+                "prepared parameters"
+            ) from None
         if exported.ordered_effects or exported.nr_devices > 1:
             what = "ordered side effects" if exported.ordered_effects else "several devices"
             raise HloOptError(f"error: a function with {what} cannot have prepared parameters")
@@ -394,7 +402,7 @@ class PreparedJitted(Jitted):
         if prepare_function(rewritten) is None:
             result = apply(rewritten, "hoist-weights", target=key.target)
             rewritten, remarks = result.module, (*remarks, *result.remarks)
-        _REMARKS[self._key] = remarks
+        REMARKS[self._key] = remarks
         return _variant_of(exported, rewritten, remarks)
 
     def _name_parameters(self, module: ir.Module, key: _Key) -> None:
@@ -436,7 +444,7 @@ def _place_of(fun: Callable[..., Any], name: str) -> int | None:
     parameters = inspect.signature(fun).parameters
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if name not in parameters or parameters[name].kind in variable:
-        raise HloOptError(f"error: parameters='{name}': {_name_of(fun)} has no such argument")
+        raise HloOptError(f"error: parameters='{name}': {name_of(fun)} has no such argument")
     if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
         return None
     return list(parameters).index(name)

@@ -97,8 +97,9 @@ class Quantize(Pass):
             return
         found = list(self._weights(main, paths, ctx))
         first = min(paths, default=0)
-        scales = [_round(prepare, weight.number - first, weight) for weight in found]
-        _return_more(prepare, scales)
+        returned = list(prepare.regions[0].blocks[0].operations)[-1].operation
+        scales = [_round(returned, weight.number - first, weight) for weight in found]
+        _return_more(prepare, returned, scales)
         arguments = list(main.regions[0].blocks[0].arguments)
         types = [arguments[weight.number].type for weight in found]
         with module.context:
@@ -107,8 +108,9 @@ class Quantize(Pass):
                 for scale, weight in zip(scales, found, strict=True)
             ]
         insert_arguments(main, first + len(paths), added)
+        arguments = list(main.regions[0].blocks[0].arguments)
         for number, (weight, old) in enumerate(zip(found, types, strict=True)):
-            _apply(main, weight, first + len(paths) + number)
+            _apply(weight, arguments[weight.number], arguments[first + len(paths) + number])
             after = math.prod(old.shape) + bytes_of(scales[number].type)
             shape = "x".join(map(str, old.shape))
             self.remark(
@@ -276,13 +278,12 @@ def _constant(number: float, shape: Sequence[int] = ()) -> ir.Value:
     return splat_of(_tensor(shape, ir.F32Type.get()), number)
 
 
-def _round(prepare: ir.Operation, place: int, weight: _Weight) -> ir.Value:
-    """Makes result `place` of `@prepare` int8; returns its scales, one for each kept element."""
-    returned = list(prepare.regions[0].blocks[0].operations)[-1].operation
+def _round(returned: ir.Operation, place: int, weight: _Weight) -> ir.Value:
+    """Makes a value that `@prepare` returns int8; returns its scales, one for each kept element."""
     value = returned.operands[place]
     shape = value.type.shape
     kept = [dim for dim in range(len(shape)) if dim not in weight.contracted]
-    with prepare.context, prepare.location, ir.InsertionPoint(returned):
+    with returned.context, returned.location, ir.InsertionPoint(returned):
         f32, i8 = ir.F32Type.get(), ir.IntegerType.get_signless(8)
         wide = value
         if str(element_type(value)) != "f32":
@@ -333,20 +334,19 @@ def _reduce(name: str, value: ir.Value, start: int, dims: Sequence[int]) -> ir.V
     return op.results[0]
 
 
-def _return_more(function: ir.Operation, values: Sequence[ir.Value]) -> None:
-    returned = list(function.regions[0].blocks[0].operations)[-1].operation
+def _return_more(
+    function: ir.Operation, returned: ir.Operation, values: Sequence[ir.Value]
+) -> None:
     with function.context, returned.location, ir.InsertionPoint(returned):
         ir.Operation.create("func.return", operands=[*returned.operands, *values])
     returned.erase()
     set_function_type(function)
 
 
-def _apply(main: ir.Operation, weight: _Weight, scale_number: int) -> None:
+def _apply(weight: _Weight, argument: ir.Value, scale: ir.Value) -> None:
     """Makes the matmuls of a weight read int8 and scale their results."""
-    arguments = list(main.regions[0].blocks[0].arguments)
-    argument, scale = arguments[weight.number], arguments[scale_number]
     shape = argument.type.shape
-    with main.context, main.location:
+    with argument.context, ir.Location.unknown():
         argument.set_type(_tensor(shape, ir.IntegerType.get_signless(8)))
     places = {op: place for use in weight.uses for place, op in enumerate(use.chain)}
     last_first = sorted(places, key=lambda op: -places[op])
