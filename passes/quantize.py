@@ -28,7 +28,14 @@ LARGEST = 127  # symmetric: -128 is not used
 _FLOATS = ("bf16", "f16", "f32")
 _LAYOUT = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.transpose")
 # Users of weights that a reader may expect to be quantized as well.
-_MATMUL_LIKE = ("chlo.ragged_dot", "stablehlo.while", "stablehlo.convolution")
+_MAY_MULTIPLY = (
+    "chlo.ragged_dot",
+    "func.call",
+    "stablehlo.case",
+    "stablehlo.convolution",
+    "stablehlo.custom_call",
+    "stablehlo.while",
+)
 
 
 @dataclass(frozen=True)
@@ -110,18 +117,18 @@ class Quantize(Pass):
         insert_arguments(main, first + len(paths), added)
         arguments = list(main.regions[0].blocks[0].arguments)
         for number, (weight, old) in enumerate(zip(found, types, strict=True)):
-            _apply(weight, arguments[weight.number], arguments[first + len(paths) + number])
             after = math.prod(old.shape) + bytes_of(scales[number].type)
             shape = "x".join(map(str, old.shape))
             self.remark(
                 ctx,
                 "applied",
                 f"{weight.path} to int8: {shape}, {bytes_of(old):,} -> {after:,} bytes",
-                op=main,
+                op=weight.uses[0].dot,
                 path=weight.path,
                 before=bytes_of(old),
                 after=after,
             )
+            _apply(weight, arguments[weight.number], arguments[first + len(paths) + number])
         set_function_type(main)
 
     def _weights(
@@ -135,7 +142,8 @@ class Quantize(Pass):
             if isinstance(match, _Weight) and any(_other(use) in weights for use in match.uses):
                 match = _Refusal("both operands of a matmul are parameters")
             if isinstance(match, _Refusal):
-                self.remark(ctx, "missed", f"{path}: {match.reason}", op=main, path=path)
+                user = next(iter(arguments[number].uses)).owner
+                self.remark(ctx, "missed", f"{path}: {match.reason}", op=user, path=path)
             elif match is not None:
                 yield match
 
@@ -149,7 +157,7 @@ class Quantize(Pass):
         if not size:
             return None
         if not uses:
-            named = [name for name in others if name in _MATMUL_LIKE]
+            named = [name for name in others if name in _MAY_MULTIPLY]
             large = size >= self.min_elements and len(type_.shape) > 1
             return _Refusal(f"used by {named[0]}") if named and large else None
         if others:

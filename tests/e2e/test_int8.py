@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 
 import decoder
 import hlo_opt
+from hlo_opt.driver import Driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu]
 
@@ -87,6 +90,17 @@ def test_weights_of_real_size(target: str, rows: int) -> None:
         w.size + 4 * 14336 + 2 * max(rows, 8) * 4096, rel=0.01
     )
     assert memory.temp_size_in_bytes < w.size / 100
+
+
+def test_prepare_is_left_out_of_what_the_command_compiles(tmp_path: Path) -> None:
+    shapes = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    path = tmp_path / "model.mlir"
+    path.write_text(jax.jit(lambda w, x: x @ w).lower(shapes, shapes).as_text())
+    error = io.StringIO()
+    flags = ["--inference=weights=int8 parameters=0", "--target=v5e", "--compile"]
+    assert Driver([str(path), *flags], stderr=error).run() == 0, error.getvalue()
+    size = 256 * 256 + 4 * 256 + 2 * 256 * 256
+    assert f"{size:,} bytes" in error.getvalue()
 
 
 @pytest.mark.parametrize("target", ["v5e", "v6e"])

@@ -21,12 +21,12 @@
 // CHECK-NEXT: [[MUL:%.*]] = stablehlo.multiply [[DOT]], [[SCALE]] : tensor<4x64xf32>
 // CHECK-NEXT: stablehlo.convert [[MUL]] : (tensor<4x64xf32>) -> tensor<4x64xbf16>
 
-// expected-remark@+3 {{weights hoisted: @prepare turns 2 parameters (18,432 bytes) into the 2 values (18,432 bytes)}}
-// expected-remark@+2 {{weight missed: arg1: 512 elements, fewer than min-elements=4096}}
-// expected-remark@+1 {{weight arg0 to int8: 64x128, 16,384 -> 8,448 bytes}}
+// expected-remark@+1 {{weights hoisted: @prepare turns 2 parameters (18,432 bytes) into the 2 values (18,432 bytes)}}
 func.func @main(%w: tensor<64x128xbf16>, %v: tensor<64x8xf32>, %x: tensor<4x128xbf16>) -> tensor<4x8xf32> {
+  // expected-remark@+1 {{weight arg0 to int8: 64x128, 16,384 -> 8,448 bytes}}
   %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [1] : (tensor<4x128xbf16>, tensor<64x128xbf16>) -> tensor<4x64xbf16>
   %1 = stablehlo.convert %0 : (tensor<4x64xbf16>) -> tensor<4x64xf32>
+  // expected-remark@+1 {{weight missed: arg1: 512 elements, fewer than min-elements=4096}}
   %2 = stablehlo.dot_general %1, %v, contracting_dims = [1] x [0] : (tensor<4x64xf32>, tensor<64x8xf32>) -> tensor<4x8xf32>
   return %2 : tensor<4x8xf32>
 }

@@ -265,6 +265,28 @@ def test_exclude() -> None:
     assert remarks_of(f, params, X, options=options) == ["exclude=*no_such* matches no parameter"]
 
 
+def test_weights_of_functions_that_are_not_inlined() -> None:
+    text = """func.func @main(%w: tensor<64x64xf32>, %x: tensor<4x64xf32>) -> tensor<4x64xf32> {
+      %0 = call @layer(%x, %w) : (tensor<4x64xf32>, tensor<64x64xf32>) -> tensor<4x64xf32>
+      return %0 : tensor<4x64xf32>
+    }
+    func.func private @layer(%x: tensor<4x64xf32>, %w: tensor<64x64xf32>) -> tensor<4x64xf32>
+        attributes {no_inline} {
+      %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+        : (tensor<4x64xf32>, tensor<64x64xf32>) -> tensor<4x64xf32>
+      return %0 : tensor<4x64xf32>
+    }
+    """
+    result = hlo_opt.apply(text, "normalize,hoist-weights{parameters=0},quantize")
+    assert missed(result) == ["arg0: used by func.call"]
+
+
+def test_remarks_name_the_model_s_line() -> None:
+    module = lowered(lambda params, x: x @ params, W, X)
+    result = hlo_opt.apply(module, PIPELINE)
+    assert "test_quantize.py" in result.remarks[-1].location
+
+
 def test_partitioned_modules_are_left_alone() -> None:
     text = str(lowered(lambda params, x: x @ params, W, X))
     text = text.replace("num_partitions = 1", "num_partitions = 8")
