@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, tree_util
 from jaxlib.mlir import ir
 
@@ -145,7 +146,10 @@ class Prepared:
         """Which values to pass: a guess that a trace corrects."""
         if len(self._values) < 2:
             return next(iter(self._values), "")
-        return self._chosen.get(_signature(args, kwargs)) or next(iter(self._values))
+        for signature in _signatures(args, kwargs):
+            if signature in self._chosen:
+                return self._chosen[signature]
+        return next(iter(self._values))
 
     def _make(self, variant: _Variant) -> None:
         """Runs `@prepare` unless its values are there."""
@@ -174,13 +178,18 @@ def _run(variant: _Variant, leaves: list[Any]) -> list[Any]:
     return list(jax.jit(variant.prepare.call)(leaves)) if None in variant.sources else []
 
 
-def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _signatures(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """What tells calls apart: with the values of what is no array (static arguments), and without
+    (a position that is counted up)."""
     leaves, tree = tree_util.tree_flatten((args, kwargs))
-    return tree, tuple(
-        (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else (type(leaf), str(leaf))
-        for leaf in leaves
-        if not isinstance(leaf, Prepared)
-    )
+    exact: list[Any] = []
+    coarse: list[Any] = []
+    for leaf in leaves:
+        is_array = isinstance(leaf, jax.Array | np.ndarray)
+        kind = (leaf.shape, leaf.dtype) if is_array else type(leaf)
+        coarse.append(kind)
+        exact.append(kind if is_array or isinstance(leaf, Prepared) else (kind, str(leaf)))
+    return (tree, tuple(exact)), (tree, tuple(coarse))
 
 
 class PreparedJitted(Jitted):
@@ -246,9 +255,9 @@ class PreparedJitted(Jitted):
         except _OtherVariant as other:
             variant = other.variant
         prepared._make(variant)
-        signature = _signature(args, kwargs)
-        prepared._chosen[signature] = variant.digest
-        self._variants[self._key_of(prepared, "", target), signature] = variant
+        for signature in _signatures(args, kwargs):
+            prepared._chosen[signature] = variant.digest
+            self._variants[self._key_of(prepared, "", target), signature] = variant
         args_, kwargs_ = self._with(self._view(prepared, variant.digest, target), args, kwargs)
         known = _KNOWN.set(variant)
         try:
@@ -286,13 +295,13 @@ class PreparedJitted(Jitted):
         self, prepared: Prepared, target: str | None, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> str:
         """Prepares parameters as others of their types were; empty where there were none."""
-        key = (self._key_of(prepared, "", target), _signature(args, kwargs))
-        if key not in self._variants:
-            return ""
-        variant = self._variants[key]
-        prepared._make(variant)
-        prepared._chosen[key[1]] = variant.digest
-        return variant.digest
+        key = self._key_of(prepared, "", target)
+        for signature in _signatures(args, kwargs):
+            if variant := self._variants.get((key, signature)):
+                prepared._make(variant)
+                prepared._chosen[signature] = variant.digest
+                return variant.digest
+        return ""
 
     def _rewritten(self, lowered: Any) -> Any:
         self._check_platforms(lowered)

@@ -116,6 +116,24 @@ def test_signatures_that_prepare_differently() -> None:
     assert len(prepared._values) == 2
 
 
+def test_python_numbers_that_change_are_not_traced_again() -> None:
+    traces: list[int] = []
+
+    @partial(jit, static_argnames="config")
+    def step(params: Any, x: jax.Array, position: int, *, config: Any) -> jax.Array:
+        traces.append(len(x))
+        return two_ways(params, x) + position
+
+    class Config:  # as models are: no array, but it has a dtype
+        dtype = jnp.float32
+
+    prepared, config = step.prepare({"w": weights()["one"]}), Config()
+    for position in range(4):
+        step(prepared, X, position, config=config)
+        step(prepared, X[:1], position, config=config)
+    assert sorted(traces) == [1, 4]
+
+
 def test_release() -> None:
     step = jit(two_ways)
     params = {"w": weights()["one"] + 0}
