@@ -103,15 +103,17 @@ def _optimize(lowered: Any, pipeline: str, target: str | None) -> tuple[Any, tup
     if len(platforms) > 1:
         names = ", ".join(platforms)
         raise HloOptError(f"error: lowered for several platforms ({names}): lower for one of them")
-    native = target_of_device(platforms[0], kind)
-    chosen = target or native
+    chosen = target or target_of_device(platforms[0], kind)
     result = _rewrite(compat.module_bytecode(lowered), pipeline, chosen)
-    rewritten = compat.with_module(lowered, result.module)
-    if chosen is not None and is_tpu(chosen) and chosen != native:
-        rewritten = compat.with_methods(
-            rewritten, compile=functools.partialmethod(_compile_elsewhere, chosen)
-        )
-    return rewritten, result.remarks
+    return for_target(compat.with_module(lowered, result.module), chosen), result.remarks
+
+
+def for_target(lowered: Any, target: str | None) -> Any:
+    """A `jax.stages.Lowered` whose `.compile()` is for a TPU target, here or elsewhere."""
+    platforms, kind = compat.lowered_for(lowered)
+    if target is None or not is_tpu(target) or target == target_of_device(platforms[0], kind):
+        return lowered
+    return compat.with_methods(lowered, compile=functools.partialmethod(_compile_elsewhere, target))
 
 
 def _rewrite(bytecode: bytes, pipeline: str, target: str | None) -> Result:
@@ -165,6 +167,7 @@ def jit(
     *,
     pipeline: str = DEFAULT_PIPELINE,
     target: str | None = None,
+    parameters: str | None = None,
     **options: Any,
 ) -> Any:
     """`jax.jit`, with passes run on what it compiles.
@@ -174,16 +177,24 @@ def jit(
       pipeline: a textual pipeline.
       target: name of the target; by default the device the function runs on. Another target is
         what `.lower(…)` and its `.compile()` are for; calls still run on this host.
+      parameters: the argument that holds the model's parameters. The function is then called with
+        `f.prepare(parameters)` in its place, and what depends on them alone runs once.
       **options: `jax.jit`'s own (`static_argnames`, `donate_argnums`, `in_shardings`, …).
 
     Returns:
       a `Jitted` function.
 
     Raises:
-      HloOptError: the pipeline or the target is wrong.
+      HloOptError: the pipeline, the target or the name of the parameters is wrong.
     """
     if fun is None:
-        return functools.partial(jit, pipeline=pipeline, target=target, **options)
+        return functools.partial(
+            jit, pipeline=pipeline, target=target, parameters=parameters, **options
+        )
+    if parameters is not None:
+        from hlo_opt.prepare import PreparedJitted
+
+        return PreparedJitted(fun, parameters, pipeline, target, options)
     return Jitted(fun, pipeline, target, options)
 
 
@@ -208,7 +219,7 @@ class Jitted:
         def marked(*args: Any, **kwargs: Any) -> Any:
             return fun(*args, **kwargs)
 
-        marked.__name__ = marked.__qualname__ = f"{_name_of(fun)}{_MARK}{self._key}"
+        marked.__name__ = marked.__qualname__ = f"{name_of(fun)}{_MARK}{self._key}"
         self._jitted = jax.jit(marked, **options)
         functools.update_wrapper(self, fun)
 
@@ -224,10 +235,14 @@ class Jitted:
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
+    def prepare(self, parameters: Any) -> Any:
+        """For functions with `parameters=…` only; see `hlo_opt.prepare`."""
+        raise HloOptError("error: there is nothing to prepare: give hlo_opt.jit parameters='…'")
+
     @property
     def remarks(self) -> tuple[Remark, ...]:
         """What the passes said when this function was last lowered or compiled."""
-        return _REMARKS.get(self._key, ())
+        return REMARKS.get(self._key, ())
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """JAX's `Traced`; its `.lower()` gives the rewritten module (so does `jax.export`)."""
@@ -251,22 +266,26 @@ class Jitted:
         """Lowers for the given arguments; `.as_text()` is the rewritten module. See `optimize`."""
         return self.trace(*args, **kwargs).lower()
 
-    def _rewritten(self, lowered: Any) -> Any:
+    def _check_platforms(self, lowered: Any) -> None:
         platforms, _ = compat.lowered_for(lowered)
         if is_tpu(self.target) and platforms != ("tpu",):
             raise HloOptError(
                 f"error: the target is '{self.target}', but the function was lowered for "
                 f"{', '.join(platforms)}: lower for 'tpu' (jax.export: platforms=['tpu'])"
             )
-        rewritten, _REMARKS[self._key] = _optimize(lowered, self.pipeline, self.target)
+
+    def _rewritten(self, lowered: Any) -> Any:
+        self._check_platforms(lowered)
+        rewritten, REMARKS[self._key] = _optimize(lowered, self.pipeline, self.target)
         return rewritten
 
 
 _PIPELINES: dict[str, str] = {}
-_REMARKS: dict[str, tuple[Remark, ...]] = {}
+REMARKS: dict[str, tuple[Remark, ...]] = {}  # by a function's key, of its last rewrite
 
 
-def _name_of(fun: Callable[..., Any]) -> str:
+def name_of(fun: Callable[..., Any]) -> str:
+    """What a function is called in messages and modules."""
     return str(getattr(fun, "__name__", None) or type(fun).__name__)
 
 
@@ -285,5 +304,5 @@ def _rewrite_for_jax(name: str, bytecode: Callable[[], bytes], device: Any) -> i
         return None
     target = target_of_device(device.platform, device.device_kind)
     result = _rewrite(bytecode(), _PIPELINES[match[1]], target)
-    _REMARKS[match[1]] = result.remarks
+    REMARKS[match[1]] = result.remarks
     return result.module

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import io
 import math
@@ -179,12 +180,57 @@ def module_bytecode(lowered: Any) -> bytes:
 
 def default_device() -> tuple[str, str]:
     """Platform and kind of the device JAX runs on by default."""
+    device = default_device_object()
+    return device.platform, device.device_kind
+
+
+def default_device_object() -> Any:
+    """The device JAX runs on by default."""
     import jax
 
     device = jax.config.jax_default_device
-    if device is None or isinstance(device, str):
-        device = jax.devices(device)[0]
-    return device.platform, device.device_kind
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+
+
+def exported_as(
+    exported: Any,
+    module: ir.Module,
+    inputs: Sequence[Any],
+    in_args: tuple[Any, ...],
+    outputs: Sequence[Any] | None = None,
+) -> Any:
+    """A `jax.export.Exported` that calls another module, for the same platforms.
+
+    Args:
+      exported: the template.
+      module: its `main` takes the inputs and returns the outputs.
+      inputs: shape and dtype of every argument.
+      in_args: a tree like the positional arguments of `call`.
+      outputs: shape and dtype of every result, returned as a list; the template's by default.
+    """
+    from jax import core, tree_util
+    from jax._src.export import _export
+
+    def abstract(value: Any) -> Any:
+        if isinstance(value, core.ShapedArray):
+            return value
+        return core.ShapedArray(value.shape, value.dtype)
+
+    changes: dict[str, Any] = {
+        "in_tree": tree_util.tree_structure((tuple(map(list, in_args)), {})),
+        "in_avals": tuple(map(abstract, inputs)),
+        "module_kept_var_idx": tuple(range(len(inputs))),
+        "mlir_module_serialized": _export._module_to_bytecode(module),
+        "_get_vjp": None,
+    }
+    sides = [("in", len(inputs))]
+    if outputs is not None:
+        changes["out_tree"] = tree_util.tree_structure([0] * len(outputs))
+        changes["out_avals"] = tuple(map(abstract, outputs))
+        sides.append(("out", len(outputs)))
+    for side, count in sides:
+        changes[f"{side}_shardings_hlo"] = changes[f"_{side}_named_shardings"] = (None,) * count
+    return dataclasses.replace(exported, **changes)
 
 
 def lowered_for(lowered: Any) -> tuple[tuple[str, ...], str | None]:

@@ -137,10 +137,34 @@ class Lower(Pipeline):
 @register_pipeline("inference")
 @dataclass(frozen=True)
 class Inference(Pipeline):
-    """Everything for an inference graph: raise, then lower."""
+    """Everything for an inference graph: raise, then lower.
+
+    Options:
+      weights: `int8` hoists and quantizes the weights in between.
+      exclude: weights to leave as they are; see `quantize`.
+      parameters: which arguments are weights; see `hoist-weights`.
+    """
+
+    weights: str = ""
+    exclude: str = ""
+    parameters: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.weights and (self.exclude or self.parameters):
+            raise HloOptError("error: 'inference' takes exclude and parameters with weights=int8")
 
     def expand(self) -> str:
-        return "raise,lower"
+        if not self.weights:
+            return "raise,lower"
+        hoist = _text("hoist-weights", parameters=self.parameters)
+        quantize = _text("quantize", weights=self.weights, exclude=self.exclude)
+        return f"raise,{hoist},{quantize},lower"
+
+
+def _text(name: str, **options: str) -> str:
+    """A pass with those options that are not empty, as pipeline text."""
+    given = [f'{key}="{value}"' for key, value in options.items() if value]
+    return f"{name}{{{' '.join(given)}}}"
 
 
 def _stage(name: str) -> list[str]:

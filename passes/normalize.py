@@ -49,7 +49,8 @@ def _fold(module: ir.Module) -> None:
             run_cxx_passes(function, "cse")
 
 
-def _splat_of(type_: ir.Type, number: float | int) -> ir.Value:
+def splat_of(type_: ir.Type, number: float | int) -> ir.Value:
+    """A constant that repeats a number."""
     element = ir.RankedTensorType(type_).element_type
     if isinstance(element, ir.IntegerType):
         attribute: ir.Attribute = ir.IntegerAttr.get(element, int(number))
@@ -104,7 +105,7 @@ def convert_of_splat(op: ir.Operation) -> ir.Value | None:
     if number is None or not _is_static(op.results[0]):
         return None
     if _is_bool(op.results[0]):
-        return _splat_of(op.results[0].type, int(number != 0))
+        return splat_of(op.results[0].type, int(number != 0))
     infinite = number in (float("inf"), float("-inf"))
     if not isinstance(element_type(op.results[0]), ir.FloatType):
         exact = 0 <= number <= 127 and number == int(number)
@@ -112,7 +113,7 @@ def convert_of_splat(op: ir.Operation) -> ir.Value | None:
         exact = infinite or (abs(number) <= 127 and number == int(number))
     if str(number) == "-0.0" or str(element_type(op.results[0])).startswith("f8"):
         return None
-    return _splat_of(op.results[0].type, number) if exact else None
+    return splat_of(op.results[0].type, number) if exact else None
 
 
 def compare_of_converted_bool(op: ir.Operation) -> ir.Value | None:
@@ -144,7 +145,7 @@ def compare_of_splats(op: ir.Operation) -> ir.Value | None:
     left, right = splat(op.operands[0]), splat(op.operands[1])
     if left is None or right is None or not _is_static(op.results[0]):
         return None
-    return _splat_of(op.results[0].type, int(_COMPARE[direction(op)](left, right)))
+    return splat_of(op.results[0].type, int(_COMPARE[direction(op)](left, right)))
 
 
 def _commuted(op: ir.Operation) -> list[tuple[ir.Value, float | int | None]]:
@@ -161,7 +162,7 @@ def and_or_with_splat(op: ir.Operation) -> ir.Value | None:
         return op.operands[0]
     for other, number in _commuted(op):
         if number is not None:
-            return other if bool(number) == neutral else _splat_of(op.results[0].type, not neutral)
+            return other if bool(number) == neutral else splat_of(op.results[0].type, not neutral)
     return None
 
 
@@ -170,7 +171,7 @@ def not_of_splat(op: ir.Operation) -> ir.Value | None:
     number = splat(op.operands[0])
     if number is None or not _is_bool(op.results[0]) or not _is_static(op.results[0]):
         return None
-    return _splat_of(op.results[0].type, not number)
+    return splat_of(op.results[0].type, not number)
 
 
 def select_of_splat(op: ir.Operation) -> ir.Value | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,32 @@ def check_static(function: ir.Operation) -> None:
                     f"error: {kind} {number} of '{symbol_name(function)}' has a dynamic shape "
                     f"({type_}): lower the model with concrete shapes"
                 )
+
+
+def set_function_type(function: ir.Operation) -> None:
+    """Makes a function's type that of its arguments and returned values."""
+    block = function.regions[0].blocks[0]
+    returned = list(block.operations)[-1].operation
+    with function.context:
+        type_ = ir.FunctionType.get(
+            [argument.type for argument in block.arguments], [o.type for o in returned.operands]
+        )
+        function.attributes["function_type"] = ir.TypeAttr.get(type_)
+
+
+def bytes_of(type_: ir.Type) -> int:
+    """What a static tensor takes, in bytes; 0 for other types."""
+    if not isinstance(type_, ir.RankedTensorType) or not type_.has_static_shape:
+        return 0
+    element = type_.element_type
+    bits = 64
+    if isinstance(element, ir.ComplexType):
+        bits = 128 if str(element) == "complex<f64>" else 64
+    elif isinstance(element, ir.IntegerType):
+        bits = 8 if element.width == 1 else element.width
+    elif isinstance(element, ir.FloatType):
+        bits = element.width
+    return (math.prod(type_.shape) * bits + 7) // 8
 
 
 def array_types(function: ir.Operation) -> tuple[list[ArrayType], list[ArrayType]]:

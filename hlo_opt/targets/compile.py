@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import Format, serialize
+from hlo_opt.ir.prepared import without_prepare
 from hlo_opt.ir.signature import check_static, main_function
 from hlo_opt.targets.target import get_target
 
@@ -82,7 +83,7 @@ def compile_module(
     """Compiles a module for one chip (or, where it is partitioned, several) of a TPU generation.
 
     Args:
-      module: StableHLO with a `main` of static shapes; left as it is.
+      module: StableHLO with a `main` of static shapes; left as it is. `@prepare` is left out.
       target: name of the generation.
       keep_hlo: return the optimised HLO text too.
       compiler_options: XLA's, as in `jax.jit(compiler_options=…)`.
@@ -92,6 +93,7 @@ def compile_module(
       HloOptError: no libtpu, a module that cannot be compiled at all, or the compiler's refusal.
     """
     chosen = get_target(target)
+    module = without_prepare(module)
     check_static(main_function(module))
     if not has_libtpu():
         raise HloOptError(

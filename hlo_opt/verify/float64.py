@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxlib.mlir import ir
 
+from hlo_opt.ir.signature import set_function_type
 from hlo_opt.ir.walk import functions
 from hlo_opt.pipeline import PassContext, run_pipeline
 
@@ -43,7 +44,7 @@ def to_float64(module: ir.Module) -> ir.Module:
         for op, types in kept:
             _convert_around(op, types)
         for function in functions(copy):
-            _retype(function)
+            set_function_type(function)
     copy.operation.verify()
     return copy
 
@@ -96,13 +97,3 @@ def _convert_around(op: ir.Operation, types: Sequence[ir.Type]) -> None:
 
 def _convert(value: ir.Value, type_: ir.Type) -> ir.Value:
     return ir.Operation.create("stablehlo.convert", [type_], [value]).results[0]
-
-
-def _retype(function: ir.Operation) -> None:
-    """Makes a function's type that of its arguments and returned values."""
-    block = function.regions[0].blocks[0]
-    returned = list(block.operations)[-1].operation
-    type_ = ir.FunctionType.get(
-        [argument.type for argument in block.arguments], [o.type for o in returned.operands]
-    )
-    function.attributes["function_type"] = ir.TypeAttr.get(type_)

@@ -11,6 +11,7 @@ import pytest
 from jaxlib.mlir import ir
 
 from hlo_opt import ir as hlo_ir
+from hlo_opt.ir.signature import function_types, main_function
 from hlo_opt.ir.walk import functions, symbol_name
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.verify import verify_pipeline
@@ -96,3 +97,37 @@ def test_raised_modules_compute_the_same() -> None:
         assert report.ok, f"{path.name}\n{report.table()}"
         ran += 1
     assert ran >= 10
+
+
+def int8_pipeline(module: ir.Module) -> str:
+    """int8 weights, with every float argument of two or more dimensions taken for one."""
+    types, _ = function_types(main_function(module))
+    places = [
+        str(number)
+        for number, type_ in enumerate(types)
+        if isinstance(type_, ir.RankedTensorType)
+        and isinstance(type_.element_type, ir.FloatType)
+        and len(type_.shape) > 1
+    ]
+    return f"inference{{weights=int8 parameters={','.join(places)}}}" if places else ""
+
+
+def test_no_module_fails_with_int8_and_hoisting_is_idempotent() -> None:
+    quantized = 0
+    for path in sorted(CORPUS.glob("*.mlir")):
+        module = hlo_ir.read(path)
+        if pipeline := int8_pipeline(module):
+            ctx = PassContext(target="v5e")
+            result = run_pipeline(module, pipeline, ctx)
+            again = run_pipeline(result, "hoist-weights,quantize", PassContext())
+            assert str(again) == str(result), path.name
+            quantized += sum(r.kind == "applied" and r.pass_name == "quantize" for r in ctx.remarks)
+    assert quantized > 1000
+
+
+@pytest.mark.parametrize("name", FIRST_LIGHT)
+def test_int8_weights_stay_inside_their_bound(name: str) -> None:
+    module = hlo_ir.read(CORPUS / name)
+    report = verify_pipeline(module, int8_pipeline(module), "v5e")
+    assert report.quantized
+    assert report.numerics_ok, report.table()

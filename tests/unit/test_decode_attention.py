@@ -1,4 +1,4 @@
-"""Cache update and decode attention: what is raised, what is left alone, and the kernel's numbers."""
+"""Cache update and decode attention: what is raised, what is left alone, the kernel's numbers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def check_f32(report: Report) -> None:
     """The rule for RMS errors; the largest of few errors of a unit in the last place is luck."""
     assert report.kernels == 1
     for out in report.outputs:
-        assert not out.problem and out.after_rms <= FACTOR * out.before_rms + out.ulp
+        assert not out.problem
+        assert out.after_rms <= FACTOR * out.before_rms + out.ulp
         assert out.after_max <= 32 * out.ulp, report.table()
 
 
@@ -189,7 +190,8 @@ def test_one_update_after_the_other() -> None:
     assert found == ["decode_attention"]
     assert "a cache is updated, but no attention over it is recognised" in said
     report = verify_pipeline(lowered(fn, *INPUTS), "inference", "v5e", inputs=INPUTS)
-    assert report.ok and report.kernels == 1, report.table()
+    assert report.ok, report.table()
+    assert report.kernels == 1
 
 
 def test_keys_and_values_at_different_positions() -> None:
@@ -262,7 +264,8 @@ def test_readers_that_stand_before_the_attention_are_moved_behind() -> None:
 
     assert raised(fn, *INPUTS)[0] == ["decode_attention"]
     report = verify_pipeline(lowered(fn, *INPUTS), "inference", "v5e", inputs=INPUTS)
-    assert report.ok and report.kernels == 1, report.table()
+    assert report.ok, report.table()
+    assert report.kernels == 1
 
 
 def test_two_attentions_over_one_update() -> None:
@@ -295,7 +298,7 @@ KERNELS = [
         for kv, group in ((2, 4), (1, 4))
         for dtype in ("float32", "bfloat16")
     ),
-    *((kv, group, 128, "bfloat16") for kv, group in ((8, 1), (2, 4), (3, 2), (1, 4))),
+    *((kv, group, 128, "bfloat16") for kv, group in ((8, 1), (3, 2), (1, 4))),
     (2, 2, 128, "float32"),
     (2, 2, 80, "bfloat16"),
     (2, 2, 256, "bfloat16"),
@@ -307,7 +310,7 @@ def test_numbers(kv: int, group: int, d: int, dtype: str) -> None:
     inputs = arrays(shapes(kv, group, d, dtype, s=512))
     module = lowered(step, *inputs, np.int32(0))
     # Behind the cache JAX clamps the update, before it it wraps; the masks do neither.
-    for at in (0, 300, 511, 512, 5000, -3):
+    for at in (0, 300, 511, 5000, -3):
         report = verify_pipeline(module, "inference", "v5e", inputs=[*inputs, np.int32(at)])
         assert report.kernels == 1
         if dtype == "bfloat16":
@@ -415,4 +418,5 @@ def test_planted_errors_are_caught(monkeypatch: pytest.MonkeyPatch, error: str) 
     lower_composites._lower.cache_clear()
     report = verify_pipeline(lowered(step, *inputs), "inference", "v5e", inputs=inputs)
     lower_composites._lower.cache_clear()
-    assert report.kernels == 1 and not report.numerics_ok
+    assert report.kernels == 1
+    assert not report.numerics_ok
