@@ -22,6 +22,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
+from hlo_opt.ir.exported import check_platform, replace_module
 from hlo_opt.ir.module import parse, read
 from hlo_opt.ir.signature import function_types, main_function
 from hlo_opt.pipeline import PassContext, resolve, run_pipeline
@@ -57,8 +58,9 @@ def apply(
     """Runs a pipeline on a module and returns the rewritten copy.
 
     Args:
-      source: a path, MLIR text or bytecode, or a module (left as it is). A string with a line
-        break is text, one without is a path.
+      source: a path, the content of a file (MLIR text or bytecode, a StableHLO portable artifact,
+        a `jax.export` file), or a module (left as it is). A string with a line break is text, one
+        without is a path.
       pipeline: a textual pipeline, for instance `"builtin.module(raise)"`.
       target: name of the target kernels are for; none by default.
       interpret: emit kernels so that they run on any backend, slowly.
@@ -80,22 +82,33 @@ def _module_of(source: str | bytes | Path | ir.Module) -> ir.Module:
 
 
 def optimize(lowered: Any, pipeline: str = DEFAULT_PIPELINE, *, target: str | None = None) -> Any:
-    """Rewrites the module of a `jax.stages.Lowered`.
+    """Rewrites the module of a `jax.stages.Lowered` or a `jax.export.Exported`.
 
     Args:
-      lowered: left as it is, with the module it shares with JAX's caches.
+      lowered: left as it is, with the module it shares with JAX's caches; or a
+        `jax.export.Exported`.
       pipeline: a textual pipeline.
       target: name of the target; by default the device it was lowered for.
 
     Returns:
-      a `jax.stages.Lowered` with the rewritten module, donation and shardings kept. For a TPU that
-      it was not lowered for, `.compile()` runs XLA's TPU compiler in a worker process and returns
-      what it says (`TargetCompiled`).
+      an object of the same kind with the rewritten module, donation and shardings kept. For a TPU
+      that a `Lowered` was not lowered for, `.compile()` runs XLA's TPU compiler in a worker process
+      and returns what it says (`TargetCompiled`).
 
     Raises:
       HloOptError: the pipeline or the target is wrong, or a pass failed.
     """
+    if hasattr(lowered, "mlir_module_serialized"):
+        return _optimize_exported(lowered, pipeline, target)
     return _optimize(lowered, pipeline, target)[0]
+
+
+def _optimize_exported(exported: Any, pipeline: str, target: str | None) -> Any:
+    if target is None and len(exported.platforms) == 1 and exported.platforms != ("tpu",):
+        target = target_of_device(exported.platforms[0], None)
+    check_platform(exported, target)
+    result = apply(exported.mlir_module_serialized, pipeline, target=target)
+    return replace_module(exported, result.module)
 
 
 def _optimize(lowered: Any, pipeline: str, target: str | None) -> tuple[Any, tuple[Remark, ...]]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
@@ -29,10 +30,12 @@ from hlo_opt.instrumentation import (
     print_statistics,
     reproducer_pipeline,
 )
-from hlo_opt.ir.module import Format, context, parse, read_bytes, serialize
+from hlo_opt.ir.module import Format, context, format_of, parse, read_bytes, serialize
 from hlo_opt.pipeline import FUNCTION, MODULE, PassContext
+from hlo_opt.remarks import Remark
 
 TRACEBACK_VARIABLE = "HLO_OPT_TRACEBACK"
+SPLIT_MARKER = "// -----"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,13 +83,14 @@ class Driver:
         self.stdin = stdin if stdin is not None else sys.stdin.buffer
         self.stdout = stdout if stdout is not None else sys.stdout.buffer
         self.stderr = stderr if stderr is not None else sys.stderr
+        self.remarks: list[Remark] = []
 
     def run(self) -> int:
         """Runs the command and returns its exit status; says what went wrong in one line."""
         try:
             return self._run()
         except HloOptError as error:
-            print(f"{error}" if error.location else f"hlo-opt: {error}", file=self.stderr)
+            self.complain(error)
         except KeyboardInterrupt:
             print("hlo-opt: interrupted", file=self.stderr)
             return 130
@@ -113,18 +117,72 @@ class Driver:
         context().allow_unregistered_dialects = self.options.allow_unregistered_dialect
         source = self.read()
         steps = pipelines.resolve(self.pipeline_text(source))
+        try:
+            status, output = self.process(self.chunks(source), steps)
+        finally:
+            if self.options.remarks_output:
+                lines = "".join(remark.to_json() + "\n" for remark in self.remarks)
+                write_file(self.options.remarks_output, lines.encode())
+        if status == 0 and output is not None:
+            self.write(output)
+        return status
+
+    def chunks(self, source: bytes) -> list[bytes]:
+        """The parts of the input that are processed apart; they keep their line numbers."""
+        marker = self.options.split_input_file
+        if marker is None:
+            return [source]
+        if format_of(source) is not Format.MLIR or self.options.emit != Format.MLIR.value:
+            raise HloOptError("error: --split-input-file is for MLIR text", location=self.path)
+        parts: list[list[str]] = [[]]
+        for number, line in enumerate(source.decode().splitlines(keepends=True), start=1):
+            if line.strip() == marker:
+                parts.append(["\n"] * number)
+            else:
+                parts[-1].append(line)
+        return ["".join(part).encode() for part in parts]
+
+    def process(
+        self, chunks: Sequence[bytes], steps: Sequence[pipelines.Pass | pipelines.CxxPass]
+    ) -> tuple[int, bytes | None]:
+        """The exit status, and what is to be written. A chunk that fails does not stop others."""
+        status, outputs = 0, []
+        for chunk in chunks:
+            try:
+                failed, output = self.process_one(chunk, steps)
+            except HloOptError as error:
+                if len(chunks) == 1:
+                    raise
+                self.complain(error)
+                failed, output = 1, None
+            status |= failed
+            outputs.append(output)
+        whole = [output for output in outputs if output is not None]
+        return status, f"{SPLIT_MARKER}\n".encode().join(whole) if whole else None
+
+    def process_one(
+        self, source: bytes, steps: Sequence[pipelines.Pass | pipelines.CxxPass]
+    ) -> tuple[int, bytes | None]:
+        """The exit status for one chunk, and what is to be written of it."""
         if self.options.verify_diagnostics:
-            return self.verify_diagnostics(source, steps)
+            return self.verify_diagnostics(source, steps), None
         module = self.parse(source)
         result = self.transform(module, steps)
-        status = 0
-        if self.options.verify_numerics:
-            status = self.verify_numerics(module, steps)
+        status = self.verify_numerics(module, steps) if self.options.verify_numerics else 0
         if self.options.compile:
             self.compile(result)
-        if status == 0 and (self.options.output or not self.reports_only()):
-            self.write(result)
-        return status
+        if status or (self.reports_only() and not self.options.output):
+            return status, None
+        return status, self.emitted(result, source)
+
+    @property
+    def path(self) -> str:
+        """The input's name in messages."""
+        return str(self.options.input)
+
+    def complain(self, error: HloOptError) -> None:
+        """Says what went wrong in one line."""
+        print(f"{error}" if error.location else f"hlo-opt: {error}", file=self.stderr)
 
     def parser(self) -> argparse.ArgumentParser:
         """The command line; extend it for drivers of your own."""
@@ -135,7 +193,10 @@ class Driver:
             allow_abbrev=False,
         )
         parser.add_argument(
-            "input", nargs="?", default="-", help="MLIR text or bytecode; - is stdin"
+            "input",
+            nargs="?",
+            default="-",
+            help="MLIR text or bytecode, portable artifact or jax.export file; - is stdin",
         )
         parser.set_defaults(passes=[])
         self._add_general(parser.add_argument_group("input and output"))
@@ -147,6 +208,14 @@ class Driver:
     def _add_general(self, group: argparse._ArgumentGroup) -> None:
         group.add_argument("-o", dest="output", metavar="FILE", help="write there, not to stdout")
         group.add_argument("--emit", choices=[f.value for f in Format], default="mlir")
+        group.add_argument(
+            "--artifact-version", metavar="X.Y.Z", help="StableHLO version for --emit=artifact"
+        )
+        group.add_argument(
+            "--split-input-file",
+            metavar="MARKER",
+            help=f"process parts between lines of a marker apart; '{SPLIT_MARKER}' by default",
+        )
         group.add_argument(
             "--pass-pipeline", metavar="TEXT", help="for instance 'builtin.module(raise,cse)'"
         )
@@ -268,8 +337,19 @@ class Driver:
         return f"{MODULE}({','.join(self.options.passes)})"
 
     def parse(self, source: bytes) -> ir.Module:
-        """The input module."""
-        return parse(source, path=self.options.input)
+        """The input module, or that of one chunk."""
+        if self.options.split_input_file is None:
+            return parse(source, path=self.path)
+        try:
+            return parse(source)
+        except HloOptError as error:
+            raise HloOptError(error.message, location=self._in_file(error.location)) from None
+
+    def _in_file(self, location: str | None) -> str | None:
+        """A location that names the input file, where a chunk's names none."""
+        if location is not None and location.partition(":")[0] == "-":
+            return self.path + location[1:]
+        return location
 
     def transform(
         self, module: ir.Module, steps: Sequence[pipelines.Pass | pipelines.CxxPass]
@@ -323,13 +403,12 @@ class Driver:
         return Reproducer(self.options.reproducer, pipelines.print_pipeline(steps))
 
     def report_remarks(self) -> None:
-        """Prints remarks to stderr and writes them to a file, as asked for."""
-        if self.options.remarks:
-            for remark in self.ctx.remarks:
-                print(remark, file=self.stderr)
-        if self.options.remarks_output:
-            lines = "".join(remark.to_json() + "\n" for remark in self.ctx.remarks)
-            write_file(self.options.remarks_output, lines.encode())
+        """Keeps the remarks of a run, and prints them to stderr where that is asked for."""
+        for remark in self.ctx.remarks:
+            said = replace(remark, location=self._in_file(remark.location) or "")
+            self.remarks.append(said)
+            if self.options.remarks:
+                print(said, file=self.stderr)
 
     def verify_numerics(
         self, module: ir.Module, steps: Sequence[pipelines.Pass | pipelines.CxxPass]
@@ -368,12 +447,25 @@ class Driver:
         """Whether a check was asked for and no output file: then stdout stays free of IR."""
         return bool(self.options.compile or self.options.verify_numerics)
 
-    def write(self, module: ir.Module) -> None:
+    def emitted(self, module: ir.Module, source: bytes) -> bytes:
+        """The result in the format asked for."""
+        format = Format(self.options.emit)
+        if format is Format.MLIR:
+            return self.asm_flags().print(module).encode() + b"\n"
+        if format is not Format.JAX_EXPORT:
+            return serialize(module, format, artifact_version=self.options.artifact_version)
+        from hlo_opt.ir.exported import check_platform, read_exported, replace_module
+
+        if format_of(source) is not Format.JAX_EXPORT:
+            raise HloOptError(
+                "error: --emit=jax-export needs a jax.export file as input", location=self.path
+            )
+        exported = read_exported(source, self.path)
+        check_platform(exported, self.options.target)
+        return bytes(replace_module(exported, module).serialize())
+
+    def write(self, data: bytes) -> None:
         """Writes the result, all of it or nothing."""
-        if self.options.emit == Format.BYTECODE.value:
-            data = serialize(module, Format.BYTECODE)
-        else:
-            data = self.asm_flags().print(module).encode() + b"\n"
         if self.options.output in (None, "-"):
             self.stdout.write(data)
             self.stdout.flush()
@@ -399,7 +491,9 @@ DIALECTS = (
 
 
 def _closed(word: str) -> str:
-    """A pass flag without options as `--flag=`: the next word is never its options."""
+    """A flag without its optional value as `--flag=`: the next word is never its value."""
+    if word == "--split-input-file":
+        return f"{word}={SPLIT_MARKER}"
     name = word.removeprefix("--")
     known = (pipelines.PASSES, pipelines.PIPELINES, pipelines.CXX_PASSES)
     return f"{word}=" if word.startswith("--") and any(name in k for k in known) else word

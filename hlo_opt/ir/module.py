@@ -5,23 +5,43 @@ The format of an input is detected from its first bytes, never from a file name.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
 
 from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import stablehlo
 
 from hlo_opt import compat
 from hlo_opt.errors import HloOptError
 
 BYTECODE_MAGIC = b"ML\xefR"
+# What StableHLO writes behind the magic and a version byte or two.
+ARTIFACT_PRODUCER = b"StableHLO_v"
 
 
 class Format(Enum):
-    """What a module can be written as."""
+    """What a module can be read from and written as."""
 
     MLIR = "mlir"
     BYTECODE = "bytecode"
+    ARTIFACT = "artifact"
+    JAX_EXPORT = "jax-export"
+
+
+def format_of(data: bytes) -> Format:
+    """The format of an input, from its content. A `jax.export` file has no magic number: what is
+    neither bytecode nor text is taken for one."""
+    if data.startswith(BYTECODE_MAGIC):
+        head = data[len(BYTECODE_MAGIC) : len(BYTECODE_MAGIC) + 16]
+        return Format.ARTIFACT if ARTIFACT_PRODUCER in head else Format.BYTECODE
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return Format.JAX_EXPORT
+    return Format.MLIR
 
 
 @cache
@@ -42,7 +62,7 @@ def first_diagnostic(error: ir.MLIRError, file_name: str) -> HloOptError:
 def parse(
     source: str | bytes, *, path: str | Path = "-", into: ir.Context | None = None
 ) -> ir.Module:
-    """Parses MLIR text or bytecode and verifies the module.
+    """Parses a module in any `Format` and verifies it.
 
     Args:
       source: text or bytes; the format is detected from the content.
@@ -55,21 +75,76 @@ def parse(
     ctx = into if into is not None else context()
     data = source.encode() if isinstance(source, str) else source
     name = str(path)
+    format = format_of(data)
+    if format is Format.JAX_EXPORT:
+        from hlo_opt.ir.exported import read_exported
+
+        data, format = read_exported(data, name).mlir_module_serialized, Format.ARTIFACT
     with ctx, ir.Location.unknown():
         try:
-            if data.startswith(BYTECODE_MAGIC):
+            if format is Format.ARTIFACT:
+                module = _from_artifact(ctx, data, name)
+            elif format is Format.BYTECODE:
                 module = ir.Module.parse(data)
             elif name != "-":
-                data.decode()
                 module = ir.Module.parseFile(name)  # so that locations name the file
             else:
                 module = ir.Module.parse(data.decode())
             module.operation.verify()
         except ir.MLIRError as error:
             raise first_diagnostic(error, name) from None
-        except UnicodeDecodeError:
-            raise HloOptError("error: neither MLIR text nor MLIR bytecode", location=name) from None
     return module
+
+
+def _from_artifact(ctx: ir.Context, data: bytes, name: str) -> ir.Module:
+    with _diagnostics(ctx) as messages:
+        try:
+            module = stablehlo.deserialize_portable_artifact(ctx, data)
+        except ValueError:
+            reason = messages[0] if messages else "it cannot be read"
+            raise HloOptError(
+                f"error: invalid StableHLO portable artifact: {reason}", location=name
+            ) from None
+    _restore_symbols(module)
+    return module
+
+
+def _restore_symbols(module: ir.Module) -> None:
+    """Portable artifacts turn the symbols in our composites' attributes into strings."""
+    names = {
+        ir.StringAttr(op.operation.attributes["sym_name"]).value
+        for op in module.body.operations
+        if op.operation.name == "func.func"
+    }
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.composite":
+            name = ir.StringAttr(op.attributes["name"]).value
+            entries = {e.name: e.attr for e in ir.DictAttr(op.attributes["composite_attributes"])}
+            for key, value in entries.items():
+                if isinstance(value, ir.StringAttr) and value.value in names:
+                    entries[key] = ir.FlatSymbolRefAttr.get(value.value)
+            if name.startswith("hlo_opt."):
+                op.attributes["composite_attributes"] = ir.DictAttr.get(entries)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+
+
+@contextlib.contextmanager
+def _diagnostics(ctx: ir.Context) -> Iterator[list[str]]:
+    """Collects what MLIR would print to stderr."""
+    messages: list[str] = []
+
+    def keep(diagnostic: ir.Diagnostic) -> bool:
+        messages.append(diagnostic.message.splitlines()[0])
+        return True
+
+    handler = ctx.attach_diagnostic_handler(keep)
+    try:
+        yield messages
+    finally:
+        handler.detach()
 
 
 def read(path: str | Path) -> ir.Module:
@@ -86,11 +161,36 @@ def read_bytes(path: str | Path) -> bytes:
         raise HloOptError(f"error: cannot open input file: {reason}", location=str(path)) from None
 
 
-def serialize(module: ir.Module, format: Format = Format.MLIR) -> bytes:
-    """The module as bytecode or as text (UTF-8, one trailing newline)."""
+def serialize(
+    module: ir.Module, format: Format = Format.MLIR, *, artifact_version: str | None = None
+) -> bytes:
+    """The module as text (UTF-8, one trailing newline), bytecode or portable artifact.
+
+    Args:
+      artifact_version: StableHLO version a portable artifact is for, such as `"1.0.0"`; that of
+        this jaxlib by default.
+
+    Raises:
+      HloOptError: the module cannot be written as a portable artifact of that version.
+    """
     if format is Format.BYTECODE:
         return compat.bytecode(module)
-    return str(module.operation.get_asm()).rstrip("\n").encode() + b"\n"
+    if format is Format.MLIR:
+        return str(module.operation.get_asm()).rstrip("\n").encode() + b"\n"
+    assert format is Format.ARTIFACT, format
+    version = artifact_version or stablehlo.get_current_version()
+    with _diagnostics(module.context) as messages:
+        try:
+            # Other dialects: Shardy's meshes, and CHLO ops as JAX's own exports have them. The
+            # module that is given becomes VHLO itself.
+            return stablehlo.serialize_portable_artifact(
+                clone(module), version, allow_other_dialects=True
+            )
+        except ValueError:
+            reason = messages[0] if messages else "unknown reason"
+            raise HloOptError(
+                f"error: no portable artifact of version {version}: {reason}"
+            ) from None
 
 
 def clone(module: ir.Module) -> ir.Module:

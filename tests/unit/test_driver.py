@@ -150,7 +150,7 @@ NO_MAIN = ADDS.replace("@main", "@f").encode()
     [
         ([], b"func.func @f( {", "-:1:14: error: expected non-function type"),
         ([], BYTECODE[:70], "error: attempting to parse"),
-        ([], b"\x00\xff\xfe", "error: neither MLIR text nor MLIR bytecode"),
+        ([], b"\x00\xff\xfe", "error: not MLIR text, MLIR bytecode, a StableHLO portable"),
         (["--pass-pipeline=builtin.module(quux)"], b"", "unknown pass 'quux'"),
         (["--quux"], b"", "unrecognized arguments: --quux"),
         (["--raise-attention=depth=3"], b"", "has no option 'depth' (options: min-seq)"),

@@ -24,9 +24,9 @@ QUANTIZED = IDENTITY.replace("2xf32", "2x!quant.uniform<i8:f32, 0.5>")
 
 
 @pytest.mark.parametrize("text", [IDENTITY, QUANTIZED])
-def test_text_and_bytecode_round_trip(text: str) -> None:
+def test_round_trips(text: str) -> None:
     module = hlo_ir.parse(text)
-    for format in hlo_ir.Format:
+    for format in set(hlo_ir.Format) - {hlo_ir.Format.JAX_EXPORT}:
         again = hlo_ir.parse(hlo_ir.serialize(module, format))
         assert str(again) == str(module)
 
@@ -52,7 +52,7 @@ def test_locations_name_the_file(tmp_path: Path) -> None:
             hlo_ir.serialize(hlo_ir.parse(IDENTITY), hlo_ir.Format.BYTECODE)[:60],
             "attempting to parse",
         ),
-        (b"\xff\xfe\x00", "neither MLIR text nor MLIR bytecode"),
+        (b"\xff\xfe\x00", "not MLIR text, MLIR bytecode, a StableHLO"),
         (IDENTITY.replace("-> tensor<2xf32>", "-> tensor<3xf32>"), "doesn't match"),
     ],
 )
