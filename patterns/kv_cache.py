@@ -22,6 +22,9 @@ from hlo_opt.patterns.captured import emit_captured
 from hlo_opt.patterns.score import Bound, Linear, NotLinear, analyse, key_bounds
 from hlo_opt.patterns.softmax import Refusal
 
+# A decode step has one query a sequence, or a few that were guessed ahead.
+MOST_QUERIES = 16
+
 
 @dataclass(frozen=True)
 class CacheUpdate:
@@ -104,6 +107,8 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
     if keys is None or values is None:
         return Refusal("only one of keys and values is a cache that is updated", match.second)
     match = _conventional(match, keys)
+    if match.roles.get("query", 1) > MOST_QUERIES:
+        return None  # a prefill that fills its cache: an attention like any other
     reason = _layout_reason(match, keys, values) or _use_reason(keys) or _use_reason(values)
     if reason is not None:
         return reason

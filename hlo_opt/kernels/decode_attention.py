@@ -307,7 +307,7 @@ class _Program:
             ),
             input_output_aliases={4: 1, 5: 2},
             name="hlo_opt_decode_attention",
-        )(scalars, q, *news, *caches, *tiles)
+        )(scalars, q, *news, *(_in_hbm(cache) for cache in caches), *tiles)
 
     def _kernel(
         self, scalars: Any, q: Any, k_new: Any, v_new: Any, k: Any, v: Any, *rest: Any
@@ -423,6 +423,13 @@ class _Program:
         old = ref[tuple(piece)]
         keys = jax.lax.broadcasted_iota(jnp.int32, old.shape, layout.key_axis)
         out[...] = jnp.where(keys == start - first - offset, new[...], old)
+
+
+def _in_hbm(cache: Any) -> Any:
+    """Keeps XLA from moving a small cache to VMEM and back, all of it, around the call."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.with_memory_space_constraint(cache, pltpu.HBM)
 
 
 def _least(j: Any, last: Any) -> Any:
