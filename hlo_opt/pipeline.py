@@ -34,11 +34,13 @@ class PassContext:
     Attributes:
       target: name of the target the module is for, if any.
       interpret: kernels are emitted as plain StableHLO (Pallas's generic interpreter), for checks.
+      knows_donation: `main` says which arguments the caller gives away.
       remarks: what the passes say.
     """
 
     target: str | None = None
     interpret: bool = False
+    knows_donation: bool = True
     remarks: Remarks = field(default_factory=Remarks)
 
 

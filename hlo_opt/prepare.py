@@ -23,7 +23,7 @@ from jax import export, tree_util
 from jaxlib.mlir import ir
 
 from hlo_opt import compat
-from hlo_opt.api import REMARKS, Jitted, apply, for_target, name_of
+from hlo_opt.api import REMARKS, Jitted, for_target, name_of
 from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import parse
 from hlo_opt.ir.prepared import (
@@ -35,6 +35,7 @@ from hlo_opt.ir.prepared import (
     split,
 )
 from hlo_opt.ir.signature import ArrayType, array_types, main_function
+from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.remarks import Remark
 from hlo_opt.targets import is_tpu, target_of_device
 
@@ -406,12 +407,12 @@ class PreparedJitted(Jitted):
             raise HloOptError(f"error: a function with {what} cannot have prepared parameters")
         module = parse(exported.mlir_module())
         self._name_parameters(module, key)
-        result = apply(module, self.pipeline, target=key.target)
-        rewritten, remarks = result.module, result.remarks
+        # Donation is the step's; the exported function knows nothing of it.
+        ctx = PassContext(target=key.target, knows_donation=False)
+        rewritten = run_pipeline(module, self.pipeline, ctx)
         if prepare_function(rewritten) is None:
-            result = apply(rewritten, "hoist-weights", target=key.target)
-            rewritten, remarks = result.module, (*remarks, *result.remarks)
-        REMARKS[self._key] = remarks
+            rewritten = run_pipeline(rewritten, "hoist-weights", ctx)
+        REMARKS[self._key] = remarks = tuple(ctx.remarks)
         return _variant_of(exported, rewritten, remarks)
 
     def _name_parameters(self, module: ir.Module, key: _Key) -> None:

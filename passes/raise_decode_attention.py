@@ -54,7 +54,7 @@ class RaiseDecodeAttention(Pass):
                 composite = _outline(outliner, match)
                 words = filter(None, (describe(attention), describe_score(outliner, composite)))
                 self.remark(ctx, "applied", f"raised: {', '.join(words)}", op=composite)
-                if copied:
+                if copied and ctx.knows_donation:
                     self.remark(ctx, "analysis", _copy_cost(copied), op=composite)
         for op in _cache_updates(module, closed | set(outliner.functions)):
             if op not in refused:

@@ -1,7 +1,8 @@
 """The main job on a real model graph: transformers' Flax Llama through `hlo_opt.jit`, for TPU.
 
-Lowers the model for a TPU v5e that is not there, prints what was fused, checks the numbers with
-the kernels interpreted on CPU, and compiles before and after with XLA's TPU compiler.
+Prefill: lowers the model for a TPU v5e that is not there, prints what was fused, checks the numbers
+with the kernels interpreted on CPU, compiles before and after with XLA's TPU compiler. Decode: 32
+greedy steps with the cache donated, plain and with int8 weights, against `jax.jit`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
+import decode
 import jax
 import jax.numpy as jnp
+from flax_llama import DEPTH, HEADS, KV_HEADS, LAYERS, VOCABULARY, Llama
 
 import hlo_opt
 from hlo_opt import compat
@@ -28,40 +30,12 @@ from hlo_opt import ir as hlo_ir
 from hlo_opt.targets import TPU_NAMES, CompileReport, compile_module
 from hlo_opt.verify import verify_pipeline
 
-LAYERS, SEQUENCE, HEADS, KV_HEADS, DEPTH = 4, 2048, 16, 4, 64
+SEQUENCE = 2048
 TARGET = "v5e"
 FOLDER = Path(".demo")
-
-
-def model() -> tuple[Any, Any]:
-    """The model's forward function and the shapes of its bf16 parameters."""
-    warnings.simplefilter("ignore")
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_flax_llama import FlaxLlamaForCausalLMModule
-
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=HEADS * DEPTH,
-        intermediate_size=2816,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=SEQUENCE,
-    )
-    module = FlaxLlamaForCausalLMModule(config, dtype=jnp.bfloat16)
-
-    def forward(params: Any, tokens: jax.Array) -> jax.Array:
-        """Logits `[batch, sequence, vocabulary]` of int32 tokens `[batch, sequence]`."""
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        mask = jnp.ones_like(tokens)
-        return module.apply({"params": params}, tokens, mask, positions).logits
-
-    tokens = jnp.zeros((1, SEQUENCE), jnp.int32)
-    variables = jax.eval_shape(module.init, jax.random.key(0), tokens, tokens, tokens)
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), variables["params"]
-    )
-    return forward, params
+# Decoding: sequences, prompt tokens, greedy steps, positions of the cache; for the TPU, longer.
+BATCH, PROMPT, STEPS, LENGTH = 2, 64, 32, 512
+TPU_BATCH, TPU_LENGTH, TPU_TARGETS = 8, 2048, ("v5e", "v6e")
 
 
 class Steps:
@@ -84,50 +58,132 @@ def compared(before: CompileReport, after: CompileReport) -> str:
     )
 
 
-def main() -> int:
-    steps = Steps(5)
+def applied(remarks: Any, name: str) -> int:
+    """How often a pass did something."""
+    return sum(r.kind == "applied" and r.pass_name == name for r in remarks)
+
+
+def prefill(steps: Steps) -> bool:
+    """The whole sequence at once, bf16; says whether all went well."""
     steps.begin(
-        f"Lower Flax Llama: {LAYERS} layers, {SEQUENCE} tokens, GQA {HEADS}/{KV_HEADS}, bf16"
+        f"Lower Flax Llama: {LAYERS} layers, {SEQUENCE} tokens, GQA {HEADS}/{KV_HEADS}, depth "
+        f"{DEPTH}, bf16"
     )
-    forward, params = model()
-    tokens = jax.ShapeDtypeStruct((1, SEQUENCE), jnp.int32)
-    lowered = jax.jit(forward).trace(params, tokens).lower(lowering_platforms=("tpu",))
+    model = Llama(SEQUENCE, jnp.bfloat16)
+    params, tokens = model.parameter_shapes(), jax.ShapeDtypeStruct((1, SEQUENCE), jnp.int32)
+    lowered = jax.jit(model.forward).trace(params, tokens).lower(lowering_platforms=("tpu",))
     original = hlo_ir.parse(compat.module_bytecode(lowered))
 
     steps.begin(f"The same through hlo_opt.jit, for {TARGET}")
-    ours = hlo_opt.jit(forward, target=TARGET)
+    ours = hlo_opt.jit(model.forward, target=TARGET)
     rewritten = ours.lower(params, tokens)
     for remark in ours.remarks:
         print(f"  {remark}")
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"llama_{TARGET}.mlir"
     path.write_text(rewritten.as_text())
-    raised = sum(r.kind == "applied" and r.pass_name == "raise-attention" for r in ours.remarks)
-    fused = sum(r.kind == "applied" and r.pass_name == "lower-composites" for r in ours.remarks)
-    print(f"  {raised} of {LAYERS} attentions raised, {fused} lowered to a Pallas kernel")
+    raised = applied(ours.remarks, "raise-attention")
+    fused = applied(ours.remarks, "lower-composites")
+    print(f"  {raised} of {LAYERS} attentions raised, {fused} lowered to a Pallas kernel: {path}")
 
     steps.begin("Check against float64 on CPU, kernels interpreted")
     report = verify_pipeline(original, "inference", TARGET)
     print(report.table())
 
-    steps.begin(f"Compile before and after with XLA's compiler for {TARGET}")
+    steps.begin(f"Compile before and after with XLA's compiler for {TARGET}, after for all others")
     before = compile_module(original, TARGET)
     after = rewritten.compile().report
     print(f"  {compared(before, after)}")
-
-    steps.begin("Compile for every generation")
     kernels = {TARGET: after.kernels}
     for name in TPU_NAMES:
         if name not in kernels:
-            kernels[name] = (
-                hlo_opt.jit(forward, target=name).lower(params, tokens).compile().report.kernels
-            )
+            jitted = hlo_opt.jit(model.forward, target=name)
+            kernels[name] = jitted.lower(params, tokens).compile().report.kernels
         print(f"  {name:6} {kernels[name]} Pallas kernels", flush=True)
+    return report.ok and raised == fused == LAYERS and set(kernels.values()) == {LAYERS}
 
-    print(f"\nRewritten module: {path}")
-    fine = report.ok and raised == fused == LAYERS and set(kernels.values()) == {LAYERS}
-    print("All attentions fused, numbers hold." if fine else "The demo FAILED.")
-    return 0 if fine else 1
+
+def decoding(steps: Steps) -> bool:
+    """Greedy steps on CPU, kernels interpreted; says whether all went well."""
+    model = Llama(LENGTH, jnp.float32)
+    params, cache = model.parameters(), model.cache(BATCH)
+    reference = jax.jit(model.step, donate_argnums=1)
+    prompt = jax.random.randint(jax.random.key(1), (BATCH, PROMPT), 0, VOCABULARY)
+    logits, cache = reference(params, cache, prompt, jnp.int32(0))
+    first = jnp.argmax(logits, -1)[:, None].astype(jnp.int32)
+
+    def run(ours: Any, given: Any) -> decode.Lockstep:
+        start = jax.tree.map(jnp.copy, cache)
+        found = decode.decode(reference, ours, (params, given), start, first, PROMPT, STEPS)
+        print(f"  {found}", flush=True)
+        return found
+
+    steps.begin(f"{STEPS} greedy decode steps after a prompt of {PROMPT}, f32, cache donated")
+    ours = hlo_opt.jit(model.step, pipeline=decode.INTERPRETED, donate_argnums=1)
+    plain = run(ours, params)
+    for remark in ours.remarks:
+        print(f"  {remark}")
+
+    steps.begin("The same steps with int8 weights")
+    step = hlo_opt.jit(
+        model.step,
+        parameters="params",
+        pipeline=decode.INTERPRETED_INT8,
+        donate_argnames="cache",
+    )
+    int8 = run(step, step.prepare(params))
+    weights = [r for r in step.remarks if r.kind == "applied" and r.pass_name == "quantize"]
+    print(f"  {len(weights)} weights quantized, the first: {weights[0].message}")
+    fused = applied(ours.remarks, "raise-decode-attention")
+    return (
+        fused == applied(ours.remarks, "lower-composites") == LAYERS
+        and plain.same_tokens == plain.tokens
+        and plain.cache_error < 1e-4
+        and int8.logits_error < 0.1 * int8.logits_rms
+    )
+
+
+def decoding_on_tpu(steps: Steps) -> bool:
+    """The step as TPU compilers see it, bf16; says whether all went well."""
+    steps.begin(
+        f"The decode step for TPU, bf16, {TPU_BATCH} x {TPU_LENGTH} positions, cache donated"
+    )
+    model = Llama(TPU_LENGTH, jnp.bfloat16)
+    shapes = model.parameter_shapes()
+    cache = jax.eval_shape(lambda: model.cache(TPU_BATCH))
+    rest = (
+        cache,
+        jax.ShapeDtypeStruct((TPU_BATCH, 1), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    fine = True
+    for target in TPU_TARGETS:
+        plain = hlo_opt.jit(model.step, target=target, donate_argnums=1)
+        int8 = hlo_opt.jit(
+            model.step,
+            target=target,
+            parameters="params",
+            pipeline="inference{weights=int8}",
+            donate_argnames="cache",
+        )
+        sizes = []
+        for name, step, given in (("bf16", plain, shapes), ("int8", int8, int8.prepare(shapes))):
+            compiled = step.lower(given, *rest).compile()
+            report = compiled.report
+            copied = decode.copies(compiled.as_text(), (TPU_BATCH, TPU_LENGTH, KV_HEADS, DEPTH))
+            print(f"  {name} {decode.describe(report, cache)}; copies of a cache {len(copied)}")
+            sizes.append(report.argument_bytes)
+            fine &= report.kernels == LAYERS and not copied
+            fine &= report.alias_bytes >= decode.cache_bytes(cache)
+        fine &= sizes[1] < sizes[0]
+    return fine
+
+
+def main() -> int:
+    steps = Steps(7)
+    fine = [part(steps) for part in (prefill, decoding, decoding_on_tpu)]
+    print("\nAll attentions fused, numbers hold." if all(fine) else "\nThe demo FAILED.")
+    return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""transformers' Flax Llama with random weights, as the demo runs it: a prefill and a decode step."""
+"""transformers' Flax Llama with random weights, as the demo runs it: prefill and decode step."""
 
 from __future__ import annotations
 

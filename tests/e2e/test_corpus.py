@@ -99,6 +99,33 @@ def test_raised_modules_compute_the_same() -> None:
     assert ran >= 10
 
 
+DECODE = {
+    name: module["kv_update"]["dynamic_update_slice"]
+    for name, module in EXPECTED.get("modules", {}).items()
+    if module["kind"] == "decode" and set(module["kv_update"]) == {"dynamic_update_slice"}
+}
+
+
+def test_cache_updates_are_raised_or_left_with_a_reason() -> None:
+    raised = 0
+    for name, updates in DECODE.items():
+        ctx = PassContext()
+        run_pipeline(hlo_ir.read(CORPUS / name), "raise", ctx)
+        said = [r for r in ctx.remarks if r.pass_name == "raise-decode-attention"]
+        applied = sum(r.kind == "applied" for r in said)
+        missed = sum(r.kind == "missed" for r in said)
+        assert 2 * (applied + missed) >= updates, (name, said)
+        raised += 2 * applied
+    assert raised >= 0.7 * sum(DECODE.values())
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_steps_hold_with_the_kernel_interpreted(name: str) -> None:
+    report = verify_pipeline(hlo_ir.read(CORPUS / name), "inference", "v5e")
+    assert report.numerics_ok, report.table()
+    assert report.kernels == (0 if "bloom" in name else 2)
+
+
 def int8_pipeline(module: ir.Module) -> str:
     """int8 weights, with every float argument of two or more dimensions taken for one."""
     types, _ = function_types(main_function(module))
