@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.walk import closed_functions, element_type, exponentials
+from hlo_opt.ir.walk import closed_functions, element_type, exponentials, is_erased
 from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.captured import emit_captured
@@ -31,9 +31,8 @@ class RaiseAttention(Pass):
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         outliner = Outliner(module)
-        gone: set[ir.Operation] = set()
         for exp in exponentials(module, skip=closed_functions(module)):
-            if exp in gone:
+            if is_erased(exp):
                 continue
             softmax = match_softmax(exp)
             if softmax is None:
@@ -45,7 +44,6 @@ class RaiseAttention(Pass):
                 reason = f"{match.roles['key']} keys, fewer than min-seq={self.min_seq}"
                 self.remark(ctx, "missed", reason, op=match.second)
             elif match is not None:
-                gone.update(match.ops)
                 composite = _outline(outliner, match)
                 words = ", ".join(
                     filter(None, (describe(match), describe_score(outliner, composite)))

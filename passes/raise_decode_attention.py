@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import Outliner
 from hlo_opt.ir.signature import array_type, main_function
-from hlo_opt.ir.walk import closed_functions, exponentials, symbol_name
+from hlo_opt.ir.walk import closed_functions, exponentials, is_erased, symbol_name
 from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
@@ -35,10 +35,9 @@ class RaiseDecodeAttention(Pass):
         outliner = Outliner(module)
         closed = closed_functions(module)
         donated = _Donated(module)
-        gone: set[ir.Operation] = set()
-        refused: set[ir.Operation] = set()
+        refused: list[ir.Operation] = []
         for exp in exponentials(module, skip=closed):
-            if exp in gone:
+            if is_erased(exp):
                 continue
             softmax = match_softmax(exp)
             attention = match_attention(softmax) if isinstance(softmax, Softmax) else None
@@ -47,9 +46,8 @@ class RaiseDecodeAttention(Pass):
             match = match_decode_attention(attention)
             if isinstance(match, Refusal):
                 self.remark(ctx, "missed", match.reason, op=match.op)
-                refused.update(_updates(attention))
+                refused.extend(_updates(attention))
             elif match is not None:
-                gone.update(match.ops)
                 copied = donated.missing(match)
                 composite = _outline(outliner, match)
                 words = filter(None, (describe(attention), describe_score(outliner, composite)))

@@ -310,3 +310,16 @@ def test_softmax_alone(axis: int) -> None:
     (op,) = composites(module, "hlo_opt.softmax")
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     assert ir.IntegerAttr(attributes["axis"]).value == axis
+
+
+def test_an_exponential_that_went_with_an_attention_is_not_looked_at_again() -> None:
+    """The guard on the probabilities has an exponential of its own, behind that of the softmax."""
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        x = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        p = jax.nn.softmax(x, axis=-1)
+        p = p * jnp.exp(-jnp.arange(S) / S)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    _, ctx = raised(fn, *[spec(B, S, K, D)] * 3)
+    assert sum(r.kind == "applied" for r in ctx.remarks) == 1
