@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.walk import closed_functions, element_type, exponentials, is_erased
+from hlo_opt.ir.outline import REPLACED, Outliner
+from hlo_opt.ir.walk import closed_functions, element_type, exponentials
 from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.captured import emit_captured
@@ -32,7 +32,7 @@ class RaiseAttention(Pass):
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         outliner = Outliner(module)
         for exp in exponentials(module, skip=closed_functions(module)):
-            if is_erased(exp):
+            if REPLACED in exp.attributes:
                 continue
             softmax = match_softmax(exp)
             if softmax is None:
@@ -49,6 +49,7 @@ class RaiseAttention(Pass):
                     filter(None, (describe(match), describe_score(outliner, composite)))
                 )
                 self.remark(ctx, "applied", f"raised: {words}", op=composite)
+        outliner.finish()
 
 
 def describe(match: Attention) -> str:

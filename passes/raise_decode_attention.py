@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.outline import Outliner
+from hlo_opt.ir.outline import REPLACED, Outliner
 from hlo_opt.ir.signature import array_type, main_function
-from hlo_opt.ir.walk import closed_functions, exponentials, is_erased, symbol_name
+from hlo_opt.ir.walk import closed_functions, exponentials, symbol_name
 from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
@@ -37,7 +37,7 @@ class RaiseDecodeAttention(Pass):
         donated = _Donated(module)
         refused: list[ir.Operation] = []
         for exp in exponentials(module, skip=closed):
-            if is_erased(exp):
+            if REPLACED in exp.attributes:
                 continue
             softmax = match_softmax(exp)
             attention = match_attention(softmax) if isinstance(softmax, Softmax) else None
@@ -54,6 +54,7 @@ class RaiseDecodeAttention(Pass):
                 self.remark(ctx, "applied", f"raised: {', '.join(words)}", op=composite)
                 if copied and ctx.knows_donation:
                     self.remark(ctx, "analysis", _copy_cost(copied), op=composite)
+        outliner.finish()
         for op in _cache_updates(module, closed | set(outliner.functions)):
             if op not in refused:
                 reason = "a cache is updated, but no attention over it is recognised"

@@ -35,6 +35,7 @@ class RaiseSoftmax(Pass):
             composite = _outline(outliner, match, inside)
             shape = "x".join(map(str, shape_of(match.x)))
             self.remark(ctx, "applied", f"raised: {shape}, axis {match.axis}", op=composite)
+        outliner.finish()
 
 
 def _outline(outliner: Outliner, match: Softmax, ops: tuple[ir.Operation, ...]) -> ir.Operation:

@@ -8,9 +8,15 @@ from jaxlib.mlir import ir
 
 from hlo_opt.ir.walk import functions, symbol_name
 
+# On ops that a composite replaced, until they are erased.
+REPLACED = "hlo_opt.replaced"
+
 
 class Outliner:
     """Adds private functions and composites to one module; equal functions are shared.
+
+    Ops that composites replace stay until `finish`: a handle to an erased op is not recognised as
+    such and crashes the process.
 
     Args:
       module: the module that is changed.
@@ -20,6 +26,7 @@ class Outliner:
         self.module = module
         self._names = {symbol_name(f) for f in functions(module)}
         self._by_text: dict[str, str] = {}
+        self._replaced: list[ir.Operation] = []
         self.functions: dict[str, ir.Operation] = {}  # those this outliner added, by name
 
     def function(
@@ -81,7 +88,7 @@ class Outliner:
         results: Sequence[ir.Value],
         attributes: dict[str, ir.Attribute],
     ) -> ir.Operation:
-        """Replaces `results` by a composite of `ops`; erases those of `ops` that become dead.
+        """Replaces `results` by a composite of `ops`, which are marked as replaced.
 
         Args:
           name: the composite's name.
@@ -94,6 +101,8 @@ class Outliner:
             values = dict(zip(operands, arguments, strict=True))
             for op in ops:
                 copy = op.clone()
+                if REPLACED in copy.attributes:
+                    del copy.attributes[REPLACED]
                 for number, operand in enumerate(op.operands):
                     copy.operands[number] = values[operand]
                 values.update(zip(op.results, copy.results, strict=True))
@@ -117,10 +126,21 @@ class Outliner:
             )
         for old, new in zip(results, composite.results, strict=True):
             old.replace_all_uses_with(new)
-        for op in reversed(ops):
-            if not any(True for r in op.results for _ in r.uses):
-                op.erase()
+        mark = ir.UnitAttr.get(self.module.context)
+        for op in ops:
+            if REPLACED not in op.attributes:
+                op.attributes[REPLACED] = mark
+                self._replaced.append(op)
         return composite
+
+    def finish(self) -> None:
+        """Erases the replaced ops that nothing uses any more."""
+        for op in reversed(self._replaced):
+            if any(True for r in op.results for _ in r.uses):
+                del op.attributes[REPLACED]
+            else:
+                op.erase()
+        self._replaced.clear()
 
 
 def _fused(ops: Sequence[ir.Operation]) -> ir.Location:

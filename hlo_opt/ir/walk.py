@@ -97,15 +97,6 @@ def closed_functions(module: ir.Module) -> set[str]:
     return names
 
 
-def is_erased(op: ir.Operation) -> bool:
-    """Whether an op was erased since it was found. Sets cannot tell: an op's hash is that of its
-    content, so that it changes with the operands and fails for erased ops."""
-    try:
-        return not op.name
-    except RuntimeError:
-        return True
-
-
 def exponentials(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
     """Every `stablehlo.exponential` outside the functions named in `skip`, in program order."""
     found: list[ir.Operation] = []
