@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import REPLACED, Outliner
-from hlo_opt.ir.signature import array_type, main_function
-from hlo_opt.ir.walk import closed_functions, exponentials, symbol_name
+from hlo_opt.ir.signature import array_type
+from hlo_opt.ir.walk import closed_functions, exponentials, functions, symbol_name
 from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
@@ -111,11 +111,13 @@ class _Donated:
     """Which arguments of `main` the caller gives away."""
 
     def __init__(self, module: ir.Module) -> None:
-        main = main_function(module)
-        self._arguments = list(main.regions[0].blocks[0].arguments)
-        attributes = (
-            ir.ArrayAttr(main.attributes["arg_attrs"]) if "arg_attrs" in main.attributes else ()
-        )
+        self._arguments: list[ir.Value] = []
+        attributes: Iterable[ir.Attribute] = ()
+        for main in functions(module):
+            if symbol_name(main) == "main":
+                self._arguments = list(main.regions[0].blocks[0].arguments)
+                if "arg_attrs" in main.attributes:
+                    attributes = ir.ArrayAttr(main.attributes["arg_attrs"])
         self._given = [
             {"tf.aliasing_output", "jax.buffer_donor"} & {a.name for a in ir.DictAttr(d)}
             for d in attributes

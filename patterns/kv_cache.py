@@ -8,7 +8,8 @@ the old caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
@@ -106,6 +107,8 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
         return None
     if keys is None or values is None:
         return Refusal("only one of keys and values is a cache that is updated", match.second)
+    if keys.op == values.op:
+        return Refusal("keys and values are one cache", keys.op)
     match = _conventional(match, keys)
     if match.roles.get("query", 1) > MOST_QUERIES:
         return None  # a prefill that fills its cache: an attention like any other
@@ -193,7 +196,7 @@ def _position_reason(match: Attention, keys: CacheUpdate, values: CacheUpdate) -
     form, leaves = _whole_score(match)
     if isinstance(form, NotLinear):
         return Refusal(f"no mask is seen in the score function: {form.reason}", match.second)
-    ends = [_end(b, leaves[b.extra], resolver) for b in key_bounds(form)]
+    ends = [_end(bound, leaves, resolver) for bound in key_bounds(form)]
     if not ends:
         return Refusal("no mask closes the keys behind the written ones", match.second)
     for end, by_query in ends:
@@ -208,10 +211,18 @@ def _position_reason(match: Attention, keys: CacheUpdate, values: CacheUpdate) -
 
 @dataclass(frozen=True)
 class _Affine:
-    """`base + offset`; a constant where `base`, a value that is not looked into, is None."""
+    """`base + offset`; a constant where there is no `base`.
 
-    base: object | None
+    Attributes:
+      base: values that are not looked into and how often each is added.
+    """
+
+    base: frozenset[tuple[object, int]] | None
     offset: int
+
+
+def _opaque(leaf: object) -> _Affine:
+    return _Affine(frozenset({(leaf, 1)}), 0)
 
 
 def _shifted(value: _Affine, by: int) -> _Affine:
@@ -225,13 +236,19 @@ def _whole_score(match: Attention) -> tuple[Linear | NotLinear, list[Element]]:
     # Equal elements may be several nodes; all of them are passed.
     leaves = [n for n in nodes(match.score.expr) if isinstance(n, Element) and n != inner]
     name = emit_captured(outliner, "score", match, match.score, leaves)
-    scalars = [number for number, leaf in enumerate(leaves) if not leaf.index]
+    fixed = [not any(part.atoms for part in leaf.index) for leaf in leaves]
+    scalars = [number for number, is_fixed in enumerate(fixed) if is_fixed]
     return analyse(outliner.functions[name], scalars), leaves
 
 
-def _end(bound: Bound, leaf: Element, resolver: _Resolver) -> tuple[_Affine, bool]:
+def _end(bound: Bound, leaves: Sequence[Element], resolver: _Resolver) -> tuple[_Affine, bool]:
     """The last open key of the first query, and whether later queries see one key more each."""
-    return _shifted(resolver.at(leaf.value), bound.offset), bound.by_query
+    end = _Affine(None, bound.offset)
+    for extra in bound.extras:
+        total = _sum(end, resolver.of(leaves[extra]), 1)
+        assert total is not None  # sums of two are always affine
+        end = total
+    return end, bound.by_query
 
 
 _Known = _Affine | bool | None
@@ -240,9 +257,9 @@ _Known = _Affine | bool | None
 class _Resolver:
     """Follows rank-0 integers back to `base + offset`.
 
-    Wrapping and clamping that does nothing to positions inside the cache is looked through: a base
-    is taken to be in `0 ... largest`. Where it is not, the composite is still the original ops; the
-    kernel clamps as they do and takes the mask's own position for the mask.
+    Wrapping and clamping that does nothing to positions inside the cache is looked through: a base,
+    sums included, is taken to be in `0 ... largest`. Where it is not, the composite is still the
+    original ops; the kernel clamps as they do and takes the mask's own position for the mask.
     """
 
     def __init__(self, block: ir.Block, largest: int) -> None:
@@ -252,7 +269,12 @@ class _Resolver:
     def at(self, value: ir.Value) -> _Affine:
         """The affine form of a rank-0 value."""
         found = self._evaluate(self._scalars.at(value, ()))
-        return found if isinstance(found, _Affine) else _Affine(value, 0)
+        return found if isinstance(found, _Affine) else _opaque(value)
+
+    def of(self, leaf: Element) -> _Affine:
+        """The affine form of one element, at an index without atoms."""
+        found = self._evaluate(self._scalars.at(leaf.value, leaf.index))
+        return found if isinstance(found, _Affine) else _opaque(leaf)
 
     def _evaluate(self, expr: Expr) -> _Known:
         """An integer's affine form, a Boolean that is certain, or None."""
@@ -265,7 +287,7 @@ class _Resolver:
                 return found
         if not isinstance(expr, Apply | Element) or not _is_position(expr.type):
             return None
-        return _Affine((expr.value, expr.index), 0)
+        return _opaque((expr.value, expr.index))
 
     def _apply(self, expr: Apply, operands: list[_Known]) -> _Known:
         name = expr.op.name.removeprefix("stablehlo.")
@@ -341,9 +363,11 @@ def _sum(left: _Affine, right: _Affine, sign: int) -> _Affine | None:
     offset = left.offset + sign * right.offset
     if right.base is None:
         return _Affine(left.base, offset)
-    if left.base is None and sign > 0:
-        return _Affine(right.base, offset)
-    return _Affine(None, offset) if sign < 0 and left.base == right.base else None
+    if sign < 0:
+        return _Affine(None, offset) if left.base == right.base else None
+    counts = Counter(dict(left.base or ()))
+    counts.update(dict(right.base))
+    return _Affine(frozenset(counts.items()), offset)
 
 
 def _with_ops(

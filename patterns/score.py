@@ -333,13 +333,13 @@ _RULES: dict[str, Callable[[ir.Operation, list[_Value]], _Value | None]] = {
 
 @dataclass(frozen=True)
 class Bound:
-    """Keys behind `extra + offset` are masked away; `extra + query + offset` where `by_query`.
+    """Keys behind `sum(extras) + offset` are masked away, `query` added where `by_query`.
 
     Attributes:
-      extra: number of the rank-0 extra.
+      extras: numbers of rank-0 extras.
     """
 
-    extra: int
+    extras: tuple[int, ...]
     offset: int
     by_query: bool
 
@@ -357,10 +357,10 @@ def key_bounds(score: Linear) -> list[Bound]:
     for part in parts:
         terms = dict(part.terms)
         query = terms.pop("query", 0)
-        if terms.pop("key", 0) == -1 and query in (0, 1) and list(terms.values()) == [1]:
-            (name,) = terms
-            if name.startswith("extra"):
-                bounds.append(Bound(int(name[5:]), part.offset, bool(query)))
+        extras = all(n.startswith("extra") and c == 1 for n, c in terms.items() if n != "key")
+        if terms.pop("key", 0) == -1 and query in (0, 1) and terms and extras:
+            numbers = tuple(int(name.removeprefix("extra")) for name in terms)
+            bounds.append(Bound(numbers, part.offset, bool(query)))
     return bounds
 
 

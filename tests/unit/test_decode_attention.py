@@ -215,6 +215,56 @@ def test_only_keys_are_a_cache() -> None:
     assert said[0] == "only one of keys and values is a cache that is updated"
 
 
+def test_keys_and_values_are_one_cache() -> None:
+    def fn(q: Any, k: Any, ks: Any, at: Any) -> Any:
+        ks = update(ks, k, (0, at, 0, 0))
+        return attend(q, ks, ks, jnp.arange(S) <= at), ks
+
+    q, k, _, ks, _, at = INPUTS
+    found, said = raised(fn, q, k, ks, at)
+    assert found == ["attention"]
+    assert said[0] == "keys and values are one cache"
+
+
+def test_a_generate_loop() -> None:
+    """The position is a sum of a loop's counter and a value from outside."""
+
+    def fn(q: Any, k: Any, v: Any, ks: Any, vs: Any, at: Any) -> Any:
+        def body(i: Any, carried: Any) -> Any:
+            q, ks, vs = carried
+            out, ks, vs = step(q, k, v, ks, vs, at + i)
+            return q + out, ks, vs
+
+        return jax.lax.fori_loop(0, 3, body, (q, ks, vs))
+
+    assert raised(fn, *INPUTS)[0] == ["decode_attention"]
+    report = verify_pipeline(lowered(fn, *INPUTS), "inference", "v5e", inputs=INPUTS)
+    assert report.ok, report.table()
+    assert report.kernels == 1
+
+
+def test_a_position_in_a_vector() -> None:
+    def fn(q: Any, k: Any, v: Any, ks: Any, vs: Any, ends: Any) -> Any:
+        ks = update(ks, k, (0, ends[1] % S, 0, 0))
+        vs = update(vs, v, (0, ends[1] % S, 0, 0))
+        return attend(q, ks, vs, jnp.arange(S) <= ends[1]), ks, vs
+
+    *rest, _ = INPUTS
+    inputs = [*rest, np.array([1, 9], np.int32)]
+    assert raised(fn, *inputs)[0] == ["decode_attention"]
+    for end in (9, 255, 300):  # behind the end it starts anew, and everything is open
+        inputs[-1] = np.array([1, end], np.int32)
+        report = verify_pipeline(lowered(fn, *inputs), "inference", "v5e", inputs=inputs)
+        assert report.ok, report.table()
+
+
+def test_a_module_without_main_is_raised_like_any_other() -> None:
+    text = str(lowered(step, *INPUTS)).replace("@main", "@another")
+    ctx = PassContext()
+    run_pipeline(hlo_ir.parse(text), "raise", ctx)
+    assert [r.kind for r in ctx.remarks] == ["applied"]
+
+
 def test_an_update_along_heads() -> None:
     def fn(q: Any, k: Any, v: Any, ks: Any, vs: Any, at: Any) -> Any:
         ks, vs = update(ks, k, (0, 0, at, 0)), update(vs, v, (0, 0, at, 0))
