@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from hlo_opt.ir.index import shape_of
 from hlo_opt.ir.signature import array_type
-from hlo_opt.ir.walk import closed_functions, defining_op, element_type, symbol_name
+from hlo_opt.ir.walk import closed_functions, defining_op, element_type, ops_named
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
 LARGEST = 127
@@ -37,7 +37,7 @@ class QuantizeConstants(Pass):
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         made: dict[tuple[ir.Value, int | None], ir.Value | str] = {}
-        for dot in _dots(module, closed_functions(module)):
+        for dot in ops_named("stablehlo.dot_general", module, closed_functions(module)):
             for side in (0, 1):
                 weight = _weight(dot, side)
                 if weight is None or math.prod(shape_of(weight.value)) < self.min_elements:
@@ -84,20 +84,6 @@ class _Weight:
     axis: int | None
     user: ir.Operation
     number: int
-
-
-def _dots(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
-    found: list[ir.Operation] = []
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "func.func" and symbol_name(op) in skip:
-            return ir.WalkResult.SKIP
-        if op.name == "stablehlo.dot_general":
-            found.append(op.operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
-    return found
 
 
 def _weight(dot: ir.Operation, side: int) -> _Weight | None:

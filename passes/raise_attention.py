@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import REPLACED, Outliner
-from hlo_opt.ir.walk import closed_functions, element_type, exponentials
+from hlo_opt.ir.walk import closed_functions, element_type, ops_named
 from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.captured import emit_captured
@@ -31,7 +31,7 @@ class RaiseAttention(Pass):
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         outliner = Outliner(module)
-        for exp in exponentials(module, skip=closed_functions(module)):
+        for exp in ops_named("stablehlo.exponential", module, closed_functions(module)):
             if REPLACED in exp.attributes:
                 continue
             softmax = match_softmax(exp)

@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import REPLACED, Outliner
 from hlo_opt.ir.signature import array_type
-from hlo_opt.ir.walk import closed_functions, exponentials, functions, symbol_name
+from hlo_opt.ir.walk import closed_functions, functions, ops_named, symbol_name
 from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
@@ -36,7 +36,7 @@ class RaiseDecodeAttention(Pass):
         closed = closed_functions(module)
         donated = _Donated(module)
         refused: list[ir.Operation] = []
-        for exp in exponentials(module, skip=closed):
+        for exp in ops_named("stablehlo.exponential", module, closed):
             if REPLACED in exp.attributes:
                 continue
             softmax = match_softmax(exp)
@@ -55,8 +55,9 @@ class RaiseDecodeAttention(Pass):
                 if copied and ctx.knows_donation:
                     self.remark(ctx, "analysis", _copy_cost(copied), op=composite)
         outliner.finish()
-        for op in _cache_updates(module, closed | set(outliner.functions)):
-            if op not in refused:
+        closed |= set(outliner.functions)
+        for op in ops_named("stablehlo.dynamic_update_slice", module, closed):
+            if match_update(op) is not None and op not in refused:
                 reason = "a cache is updated, but no attention over it is recognised"
                 self.remark(ctx, "missed", reason, op=op)
 
@@ -71,20 +72,6 @@ def _copy_cost(copied: int) -> str:
 def _updates(attention: Attention) -> list[ir.Operation]:
     owners = (operand.value.owner for operand in (attention.k, attention.v))
     return [owner.operation for owner in owners if not isinstance(owner, ir.Block)]
-
-
-def _cache_updates(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
-    found: list[ir.Operation] = []
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "func.func" and symbol_name(op) in skip:
-            return ir.WalkResult.SKIP
-        if match_update(op.operation) is not None:
-            found.append(op.operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
-    return found
 
 
 def _outline(outliner: Outliner, match: DecodeAttention) -> ir.Operation:

@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 
 from hlo_opt.ir.index import shape_of
 from hlo_opt.ir.outline import Outliner
-from hlo_opt.ir.walk import closed_functions, exponentials
+from hlo_opt.ir.walk import closed_functions, ops_named
 from hlo_opt.patterns.softmax import Refusal, Softmax, match_softmax, softmax_ops
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
@@ -23,7 +23,7 @@ class RaiseSoftmax(Pass):
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
         outliner = Outliner(module)
-        for exp in exponentials(module, skip=closed_functions(module)):
+        for exp in ops_named("stablehlo.exponential", module, closed_functions(module)):
             match = match_softmax(exp)
             if match is None:
                 continue

@@ -14,10 +14,10 @@ import importlib
 import sys
 from typing import Any
 
-import decode
 import jax
 import jax.numpy as jnp
 
+import decode
 import hlo_opt
 
 BATCH, PROMPT, STEPS = 2, 64, 32

@@ -22,6 +22,23 @@ INTERPRETED_INT8 = (
 )
 
 
+def random_parameters(shapes: Any, seed: int) -> Any:
+    """A tree of random parameters: vectors one, matrices so that activations keep their scale.
+
+    Args:
+      shapes: a tree of `jax.ShapeDtypeStruct`.
+    """
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    made = [
+        jax.random.normal(key, s.shape, s.dtype) * max(s.shape[0], s.shape[-1] // 4) ** -0.5
+        if len(s.shape) > 1
+        else jnp.ones(s.shape, s.dtype)
+        for key, s in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, made)
+
+
 @dataclass
 class Lockstep:
     """Two decodings of the same tokens.

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import decode
 import jax
 import jax.numpy as jnp
-from flax_llama import DEPTH, HEADS, KV_HEADS, LAYERS, VOCABULARY, Llama
 
+import decode
 import hlo_opt
+from flax_llama import DEPTH, HEADS, KV_HEADS, LAYERS, VOCABULARY, Llama
 from hlo_opt import compat
 from hlo_opt import ir as hlo_ir
 from hlo_opt.targets import TPU_NAMES, CompileReport, compile_module

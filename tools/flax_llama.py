@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from decode import random_parameters
+
 LAYERS, HEADS, KV_HEADS, DEPTH = 4, 16, 4, 64
 VOCABULARY, INTERMEDIATE = 4096, 2816
 
@@ -55,15 +57,7 @@ class Llama:
 
     def parameters(self, seed: int = 0) -> Any:
         """Random parameters: norms one, matrices so that activations keep their scale."""
-        leaves, tree = jax.tree.flatten(self.parameter_shapes())
-        keys = jax.random.split(jax.random.key(seed), len(leaves))
-        made = [
-            jax.random.normal(key, s.shape, s.dtype) * s.shape[0] ** -0.5
-            if len(s.shape) > 1
-            else jnp.ones(s.shape, s.dtype)
-            for key, s in zip(keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(tree, made)
+        return random_parameters(self.parameter_shapes(), seed)
 
     def cache(self, batch: int) -> Any:
         """An empty cache."""

@@ -97,14 +97,14 @@ def closed_functions(module: ir.Module) -> set[str]:
     return names
 
 
-def exponentials(module: ir.Module, skip: set[str]) -> list[ir.Operation]:
-    """Every `stablehlo.exponential` outside the functions named in `skip`, in program order."""
+def ops_named(name: str, module: ir.Module, skip: set[str]) -> list[ir.Operation]:
+    """Every op of a name outside the functions named in `skip`, in program order."""
     found: list[ir.Operation] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
         if op.name == "func.func" and symbol_name(op) in skip:
             return ir.WalkResult.SKIP
-        if op.name == "stablehlo.exponential":
+        if op.name == name:
             found.append(op.operation)
         return ir.WalkResult.ADVANCE
 

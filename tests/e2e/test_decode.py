@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import decode
 import jax
 import jax.numpy as jnp
 import pytest
 
+import decode
 import hlo_opt
 
 pytestmark = [pytest.mark.slow, pytest.mark.tpu]
