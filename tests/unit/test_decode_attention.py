@@ -360,7 +360,7 @@ def test_numbers(kv: int, group: int, d: int, dtype: str) -> None:
     inputs = arrays(shapes(kv, group, d, dtype, s=512))
     module = lowered(step, *inputs, np.int32(0))
     # Behind the cache JAX clamps the update, before it it wraps; the masks do neither.
-    for at in (0, 300, 511, 5000, -3):
+    for at in (0, 300, 511, 5000, -3) if dtype == "bfloat16" else (300, 5000):
         report = verify_pipeline(module, "inference", "v5e", inputs=[*inputs, np.int32(at)])
         assert report.kernels == 1
         if dtype == "bfloat16":
