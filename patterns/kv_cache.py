@@ -193,6 +193,9 @@ def _position_reason(match: Attention, keys: CacheUpdate, values: CacheUpdate) -
     start = resolver.at(keys.position)
     if start != resolver.at(values.position):
         return Refusal("keys and values are written at different positions", values.op)
+    if keys.position != values.position:
+        # One wraps or clamps, the other does not; the composite has one position.
+        return Refusal("keys and values are written apart outside the cache", values.op)
     form, leaves = _whole_score(match)
     if isinstance(form, NotLinear):
         return Refusal(f"no mask is seen in the score function: {form.reason}", match.second)

@@ -346,9 +346,14 @@ class Bound:
 
 def key_bounds(score: Linear) -> list[Bound]:
     """The positions behind which a mask closes every key for good."""
+    masks: list[Mask] = []
+    for mask in score.masks:
+        if not mask.additive and mask.value > FAR_BELOW:
+            masks.clear()  # it may write over closed keys
+        masks.append(mask)
     parts = [
         part
-        for mask in score.masks
+        for mask in masks
         if mask.value <= FAR_BELOW
         for part in (mask.open.parts if isinstance(mask.open, Both) else (mask.open,))
         if isinstance(part, AtLeast)

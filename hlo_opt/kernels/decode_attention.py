@@ -33,7 +33,7 @@ from hlo_opt.kernels.attention import (
     restore,
     score_bias,
 )
-from hlo_opt.patterns.score import FAR_BELOW, Linear, analyse
+from hlo_opt.patterns.score import FAR_BELOW, Linear, NotLinear, analyse
 from hlo_opt.targets import Target
 
 LANES = 128
@@ -106,6 +106,9 @@ class DecodeAttention(AttentionKernel):
                 yield f"a mask or bias computed in {extra.dtype}"
         if spec.probs and not _is_homogeneous(spec):
             yield "the function applied to the probabilities is not a mask to zero"
+        if spec.probs and not _is_finite(spec.form):
+            # Softmax of -inf alone is NaN, of which a guard makes zero.
+            yield "a function is applied to probabilities that may be NaN"
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         block = _block(spec)
@@ -139,6 +142,11 @@ def _is_homogeneous(spec: AttentionSpec) -> bool:
         and not form.bias
         and all(mask.value == 0 and not mask.additive for mask in form.masks)
     )
+
+
+def _is_finite(form: Linear | NotLinear) -> bool:
+    """Whether no mask is -inf, so that every row has a maximum."""
+    return isinstance(form, Linear) and all(mask.value > -math.inf for mask in form.masks)
 
 
 def _block(spec: AttentionSpec) -> int:
