@@ -250,6 +250,50 @@ class _Program:
             tiles.append(tile.astype(jnp.int32) if tile.dtype == jnp.bool_ else tile)
         return tiles
 
+    def _piece(self, side: int, keys: int) -> tuple[Any, ...]:
+        """The shape of some keys of one sequence's cache."""
+        depth = self.spec.size(("depth", "value_depth")[side])
+        return self.layouts[side].shape(kv_head=self.heads, key=keys, depth=depth)
+
+    def _block_spec(self, side: int) -> Any:
+        """The blocks of a cache that are read."""
+        from jax.experimental import pallas as pl
+
+        layout = self.layouts[side]
+        return pl.BlockSpec(
+            self._piece(side, self.block),
+            lambda b, j, s: layout.shape(batch=b, kv_head=0, key=_least(j, s[1]), depth=0),
+        )
+
+    def _unit_spec(self, side: int) -> Any:
+        """The piece of a cache that is written."""
+        import jax
+        from jax.experimental import pallas as pl
+
+        layout = self.layouts[side]
+        shift = layout.unit.bit_length() - 1
+        return pl.BlockSpec(
+            self._piece(side, layout.unit),
+            lambda b, j, s: layout.shape(
+                batch=b, kv_head=0, key=jax.lax.shift_right_logical(s[0], shift), depth=0
+            ),
+        )
+
+    def _tile_spec(self, x: Any) -> Any:
+        """The tiles of an extra, of what `_tiles` gave."""
+        from jax.experimental import pallas as pl
+
+        keys = self.block if x.shape[3] > 1 else 1
+        return pl.BlockSpec(
+            (1, *x.shape[1:3], keys),
+            lambda b, j, s: (
+                b if x.shape[0] > 1 else 0,
+                0,
+                0,
+                _least(j, s[1]) if keys > 1 else 0,
+            ),
+        )
+
     def _call(
         self, scalars: Any, q: Any, news: list[Any], caches: list[Any], tiles: list[Any]
     ) -> Any:
@@ -258,59 +302,25 @@ class _Program:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        block, heads = self.block, self.heads
-        depths = (q.shape[-1], self.spec.size("value_depth"))
-
-        def cache_spec(side: int) -> Any:
-            layout = self.layouts[side]
-            shape = layout.shape(kv_head=heads, key=block, depth=depths[side])
-            return pl.BlockSpec(
-                shape,
-                lambda b, j, s: layout.shape(batch=b, kv_head=0, key=_least(j, s[1]), depth=0),
-            )
-
-        def unit_spec(side: int) -> Any:
-            layout = self.layouts[side]
-            shape = layout.shape(kv_head=heads, key=layout.unit, depth=depths[side])
-            shift = layout.unit.bit_length() - 1
-            return pl.BlockSpec(
-                shape,
-                lambda b, j, s: layout.shape(
-                    batch=b, kv_head=0, key=jax.lax.shift_right_logical(s[0], shift), depth=0
-                ),
-            )
-
         def whole(x: Any) -> Any:
             return pl.BlockSpec((1, *x.shape[1:]), lambda b, j, s: (b, *[0] * (x.ndim - 1)))
 
-        def tile_spec(x: Any) -> Any:
-            keys = block if x.shape[3] > 1 else 1
-            return pl.BlockSpec(
-                (1, *x.shape[1:3], keys),
-                lambda b, j, s: (
-                    b if x.shape[0] > 1 else 0,
-                    0,
-                    0,
-                    _least(j, s[1]) if keys > 1 else 0,
-                ),
-            )
-
-        out = jax.ShapeDtypeStruct((*q.shape[:3], depths[1]), jnp.float32)
-        scratch = [(heads, self.group, 1), (heads, self.group, 1), (heads, self.group, depths[1])]
+        depth = self.spec.size("value_depth")
+        out = jax.ShapeDtypeStruct((*q.shape[:3], depth), jnp.float32)
+        scratch = [(self.heads, self.group, last) for last in (1, 1, depth)]
         return pl.pallas_call(
             self._kernel,
             out_shape=[out, *(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in caches)],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(self.batch, self.length // block),
+                grid=(self.batch, self.length // self.block),
                 in_specs=[
                     whole(q),
                     *map(whole, news),
-                    cache_spec(0),
-                    cache_spec(1),
-                    *map(tile_spec, tiles),
+                    *(self._block_spec(side) for side in (0, 1)),
+                    *map(self._tile_spec, tiles),
                 ],
-                out_specs=[whole(out), unit_spec(0), unit_spec(1)],
+                out_specs=[whole(out), *(self._unit_spec(side) for side in (0, 1))],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             input_output_aliases={4: 1, 5: 2},

@@ -70,7 +70,8 @@ def test_weights_halve_and_are_never_wide_in_memory(target: str) -> None:
     assert memory.argument_size_in_bytes == pytest.approx(expected_bytes(), rel=0.01)
     assert memory.argument_size_in_bytes < 0.6 * plain.memory_analysis().argument_size_in_bytes
     smallest = min(map(math.prod, weight_shapes()))
-    assert memory.temp_size_in_bytes < smallest
+    activations = plain.memory_analysis().temp_size_in_bytes
+    assert memory.temp_size_in_bytes < activations + smallest
     assert wide_weights(int8.as_text()) == []
     # The search would find them: without int8 every weight is there.
     assert len(wide_weights(plain.as_text())) >= len(SUMMED) * CONFIG.layers
