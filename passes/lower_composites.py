@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -142,7 +141,7 @@ class _Lowering:
         if (version := _version(op)) != KNOWN_VERSION:
             return No(f"version {version} of it is not known here, only {KNOWN_VERSION}")
         for kernel in kernels_for(_name(op)):
-            spec = _spec(kernel, op, self.module)
+            spec = kernel.spec(op, self.module)
             refusal = spec if isinstance(spec, No) else kernel.supports(spec, self.target)
             if refusal is None:
                 candidate = kernel.candidates(spec, self.target)[0]
@@ -182,13 +181,6 @@ class _Lowering:
             )
         for old, new in zip(op.results, call.results, strict=True):
             old.replace_all_uses_with(new)
-
-
-def _spec(kernel: Kernel, op: ir.Operation, module: ir.Module) -> Any | No:
-    try:
-        return kernel.spec(op, module)
-    except (ValueError, HloOptError) as error:  # an attribute of another kind than expected
-        return No(f"the composite is malformed: {' '.join(str(error).split())[:200]}")
 
 
 @lru_cache(maxsize=256)

@@ -125,7 +125,8 @@ def _conventional(match: Attention, keys: CacheUpdate) -> Attention:
     """The attention with its roles named as in a decode step; any naming computes the same.
 
     With one position written, several queries without a position are heads of one group. Heads
-    that no batch stands beside, and that are outside the keys in the cache, are the batch.
+    that no batch stands beside, and that are outside the keys in the cache, are the batch; a batch
+    that no heads stand beside, and that is inside the keys, is heads.
     """
     names: dict[str, str] = {}
     queries = set(match.atoms.get("query", ()))
@@ -136,6 +137,9 @@ def _conventional(match: Attention, keys: CacheUpdate) -> Attention:
     dims = match.k.dims
     if "kv_head" in dims and "batch" not in match.roles and dims.index("kv_head") < keys.axis:
         names["kv_head"] = "batch"
+    batch = [name for name in match.roles if name.startswith("batch")]
+    if batch == ["batch"] and "kv_head" not in match.roles and dims.index("batch") > keys.axis:
+        names["batch"] = "kv_head"
     return _renamed(match, names)
 
 

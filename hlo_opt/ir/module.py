@@ -109,26 +109,51 @@ def _from_artifact(ctx: ir.Context, data: bytes, name: str) -> ir.Module:
     return module
 
 
-def _restore_symbols(module: ir.Module) -> None:
-    """Portable artifacts turn the symbols in our composites' attributes into strings."""
-    names = {
-        ir.StringAttr(op.operation.attributes["sym_name"]).value
-        for op in module.body.operations
-        if op.operation.name == "func.func"
-    }
+# Artifacts turn the symbols in composites' attributes into strings. Which ones were symbols is
+# noted on the module: a string may name another function by now, since JAX renames functions when
+# it merges modules (and drops the note).
+_SYMBOLS = "hlo_opt.symbols"
+
+
+def _composites(module: ir.Module) -> list[tuple[ir.Operation, str, dict[str, ir.Attribute]]]:
+    """Every composite that has attributes, its name and these."""
+    found: list[tuple[ir.Operation, str, dict[str, ir.Attribute]]] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.composite":
+        if op.name == "stablehlo.composite" and "composite_attributes" in op.attributes:
             name = ir.StringAttr(op.attributes["name"]).value
             entries = {e.name: e.attr for e in ir.DictAttr(op.attributes["composite_attributes"])}
-            for key, value in entries.items():
-                if isinstance(value, ir.StringAttr) and value.value in names:
-                    entries[key] = ir.FlatSymbolRefAttr.get(value.value)
-            if name.startswith("hlo_opt."):
-                op.attributes["composite_attributes"] = ir.DictAttr.get(entries)
+            found.append((op.operation, name, entries))
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
+    return found
+
+
+def _note_symbols(module: ir.Module) -> None:
+    noted = {
+        f"{name}.{key}"
+        for _, name, entries in _composites(module)
+        for key, value in entries.items()
+        if isinstance(value, ir.FlatSymbolRefAttr)
+    }
+    if noted:
+        with module.context:
+            names = [ir.StringAttr.get(one) for one in sorted(noted)]
+            module.operation.attributes[_SYMBOLS] = ir.ArrayAttr.get(names)
+
+
+def _restore_symbols(module: ir.Module) -> None:
+    """Makes the strings symbols again that `_note_symbols` noted."""
+    if _SYMBOLS not in module.operation.attributes:
+        return
+    noted = {ir.StringAttr(s).value for s in ir.ArrayAttr(module.operation.attributes[_SYMBOLS])}
+    for op, name, entries in _composites(module):
+        for key, value in entries.items():
+            if f"{name}.{key}" in noted and isinstance(value, ir.StringAttr):
+                entries[key] = ir.FlatSymbolRefAttr.get(value.value)
+        op.attributes["composite_attributes"] = ir.DictAttr.get(entries)
+    del module.operation.attributes[_SYMBOLS]
 
 
 @contextlib.contextmanager
@@ -179,13 +204,12 @@ def serialize(
         return str(module.operation.get_asm()).rstrip("\n").encode() + b"\n"
     assert format is Format.ARTIFACT, format
     version = artifact_version or stablehlo.get_current_version()
+    copy = clone(module)  # what is given becomes VHLO itself
+    _note_symbols(copy)
     with _diagnostics(module.context) as messages:
         try:
-            # Other dialects: Shardy's meshes, and CHLO ops as JAX's own exports have them. The
-            # module that is given becomes VHLO itself.
-            return stablehlo.serialize_portable_artifact(
-                clone(module), version, allow_other_dialects=True
-            )
+            # Other dialects: Shardy's meshes, and CHLO ops as JAX's own exports have them.
+            return stablehlo.serialize_portable_artifact(copy, version, allow_other_dialects=True)
         except ValueError:
             reason = messages[0] if messages else "unknown reason"
             raise HloOptError(

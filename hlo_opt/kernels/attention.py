@@ -9,14 +9,17 @@ with a reason.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.signature import ArrayType, array_type
-from hlo_opt.ir.walk import functions, symbol_name
+from hlo_opt.errors import HloOptError
+from hlo_opt.ir.scalar import tensor0
+from hlo_opt.ir.signature import ArrayType, array_type, function_types
+from hlo_opt.ir.walk import element_type, functions, symbol_name
 from hlo_opt.kernels import Candidate, No, register_kernel
 from hlo_opt.patterns.score import FAR_BELOW, Linear, NotLinear, analyse, causal_offset
 from hlo_opt.targets import Target
@@ -70,11 +73,25 @@ class AttentionSpec:
 
 
 def attention_spec(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | No:
-    """Reads the attributes of an attention composite.
+    """Reads the attributes of an attention composite, and checks them against its operands.
 
     Args:
       leading: number of operands before the extras.
     """
+    try:
+        spec = _read(op, module, leading)
+    except HloOptError as error:
+        return No(error.message.removeprefix("error: "))
+    except ValueError as error:  # a cast
+        return No(f"an attribute of the composite is not of its documented type: {error}")
+    if isinstance(spec, No):
+        return spec
+    return next((No(reason) for reason in _misfits(spec)), spec)
+
+
+def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | No:
+    if "composite_attributes" not in op.attributes:
+        return No("the composite has no attributes")
     attributes = ir.DictAttr(op.attributes["composite_attributes"])
     needed = {"roles", "q_dims", "k_dims", "v_dims", "out_dims", "extra_dims", "score"}
     needed |= {"qk_precision", "pv_precision", "qk_type", "probs_type"}
@@ -87,6 +104,11 @@ def attention_spec(op: ir.Operation, module: ir.Module, leading: int) -> Attenti
         return No("the composite's score function is not in the module")
     if len(op.operands) != leading + len(ir.ArrayAttr(attributes["extra_dims"])):
         return No("the composite's operands do not fit its extra_dims")
+    extras = list(op.operands)[leading:]
+    for name in ("score", *(["probs"] if "probs" in attributes else [])):
+        function = table.get(ir.FlatSymbolRefAttr(attributes[name]).value)
+        if function is None or not _is_captured(function, extras):
+            return No(f"the composite's {name} is no function of the documented type")
     roles = ir.DictAttr(attributes["roles"])
     return AttentionSpec(
         arguments=tuple(array_type(operand.type) for operand in op.operands),
@@ -106,6 +128,57 @@ def attention_spec(op: ir.Operation, module: ir.Module, leading: int) -> Attenti
         form=analyse(score),
         probs=_function_text(table, attributes, "probs"),
     )
+
+
+def _is_captured(function: ir.Operation, extras: Sequence[ir.Value]) -> bool:
+    """Whether a function has the type of `score` and `probs`, and a body."""
+    with function.context, ir.Location.unknown():
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        passed = (element_type(extra) for extra in extras)
+        inputs = [tensor0(type_) for type_ in (f32, *passed, *[i32] * 4)]
+        wanted = (inputs, [tensor0(f32)])
+    return bool(list(function.regions[0].blocks)) and function_types(function) == wanted
+
+
+_ROLE = re.compile(r"batch(?:[1-9]\d*)?|kv_head|group|query|key|depth|value_depth")
+
+
+def _misfits(spec: AttentionSpec) -> Iterator[str]:
+    """What in a composite's attributes does not describe its operands and result."""
+    for role, size in spec.roles:
+        if not _ROLE.fullmatch(role) or size < 1:
+            yield f"the composite has a role {role} of size {size}"
+            return
+    for pair in (spec.qk_precision, spec.pv_precision):
+        if len(pair) != 2 or not {*pair} <= {"DEFAULT", "HIGH", "HIGHEST"}:
+            yield "the composite's precisions are not two of DEFAULT, HIGH and HIGHEST"
+    count = len(spec.arguments) - len(spec.extras)
+    # k and v are operands 1 and 2 of three, 3 and 4 of six.
+    q, (k, v) = spec.arguments[0], spec.arguments[count // 2 : count // 2 + 2]
+    shared = {"batch", *spec.batch_roles, "kv_head"}
+    own = {*shared, "group", "query"}
+    described = [
+        ("q", q, spec.q_dims, {*own, "depth"}),
+        ("k", k, spec.k_dims, {*shared, "key", "depth"}),
+        ("v", v, spec.v_dims, {*shared, "key", "value_depth"}),
+        ("out", spec.result, spec.out_dims, {*own, "value_depth"}),
+    ]
+    for name, x, dims, roles in described:
+        if not _fits(x, dims, spec, roles):
+            yield f"the composite's {name}_dims do not describe {x}"
+    for extra, dims in zip(spec.extras, spec.extra_dims, strict=True):
+        if not _fits(extra, dims, spec, {*own, "key"}, whole=False):
+            yield f"the composite's extra_dims do not describe {extra}"
+
+
+def _fits(
+    x: ArrayType, dims: Sequence[str], spec: AttentionSpec, roles: set[str], whole: bool = True
+) -> bool:
+    """Whether dimensions name each of some roles once (some of them, if not `whole`)."""
+    names = [name for dim in dims if dim != "1" for name in dim.split("*")]
+    needed = {role for role, size in spec.roles if size > 1 and role in roles} if whole else set()
+    sizes = [math.prod(spec.size(n) for n in d.split("*") if n != "1") for d in dims]
+    return len(names) == len({*names}) and needed <= {*names} <= roles and sizes == [*x.shape]
 
 
 def _function_text(table: dict[str, ir.Operation], attributes: ir.DictAttr, name: str) -> str:
@@ -214,6 +287,7 @@ class AttentionKernel:
 
     composite = "hlo_opt.attention"
     leading = 3  # operands before the extras
+    updated: tuple[int, ...] = ()  # operands that are results too, behind the first
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         """Why the kernel does not compute the same function; only the first is asked for."""
@@ -223,7 +297,13 @@ class AttentionKernel:
         return next((No(reason) for reason in self.reasons(spec)), None)
 
     def spec(self, op: ir.Operation, module: ir.Module) -> AttentionSpec | No:
-        return attention_spec(op, module, self.leading)
+        spec = attention_spec(op, module, self.leading)
+        if isinstance(spec, No):
+            return spec
+        results = [str(result.type) for result in op.results]
+        if results[1:] != [str(op.operands[n].type) for n in self.updated]:
+            return No(f"the composite has results of types {', '.join(results)}")
+        return spec
 
     def arguments(self, spec: AttentionSpec) -> Sequence[ArrayType]:
         return spec.arguments

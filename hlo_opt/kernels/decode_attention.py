@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,7 @@ class DecodeAttention(AttentionKernel):
     name = "Pallas decode attention"
     rank = 10
     leading = 6
+    updated = (3, 4)
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from common_reasons(spec)
@@ -120,6 +121,15 @@ class DecodeAttention(AttentionKernel):
 
 def _cache_reasons(spec: AttentionSpec) -> Iterator[str]:
     keys, values, position = spec.arguments[3:6]
+    for cache, new, dims in ((keys, 1, spec.k_dims), (values, 2, spec.v_dims)):
+        written = tuple(
+            spec.size("query") if dim == "key" else size
+            for dim, size in zip(dims, cache.shape, strict=True)
+        )
+        if spec.arguments[new] != replace(cache, shape=written):
+            yield f"{spec.arguments[new]} is written into a cache {cache} of {', '.join(dims)}"
+    if position.shape:
+        yield f"a position {position}"
     if spec.size("key") % LANES:
         yield f"{spec.size('key')} key positions, not a multiple of {LANES}"
     if keys.dtype != values.dtype or keys.dtype.name not in ("bfloat16", "float32"):

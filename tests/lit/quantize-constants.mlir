@@ -1,5 +1,5 @@
-// RUN: hlo-opt %s --quantize-constants=min-elements=4 --remarks 2>&1 | filecheck %s
-// RUN: hlo-opt %s --quantize-constants=min-elements=4 --stablehlo-legalize-quant-to-math | filecheck %s --check-prefix=MATH
+// RUN: hlo-opt %s --quantize-constants=min-elements=4 --remarks 2>&1 | FileCheck %s
+// RUN: hlo-opt %s --quantize-constants=min-elements=4 --stablehlo-legalize-quant-to-math | FileCheck %s --check-prefix=MATH
 
 // CHECK: remark: constant weights to int8: 2x2, 2 scales, 16 -> 12 bytes
 // CHECK: %[[Q:.*]] = stablehlo.constant() <{value = dense<{{\[\[}}127, -64], [0, 127]]> : tensor<2x2xi8>}> : () -> tensor<2x2x!quant.uniform<i8<-127:127>:f32:1, {1.000000e+00,2.000000e+00}>>

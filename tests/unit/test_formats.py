@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jaxlib.mlir.dialects import stablehlo
 
 import hlo_opt
 from hlo_opt import ir as hlo_ir
@@ -70,6 +71,21 @@ def test_artifact_round_trip_keeps_composites_and_their_functions() -> None:
     status, lowered, _ = driver("-", "--lower", "--target=v5e", stdin=first)
     assert status == 0
     assert b"tpu_custom_call" in lowered
+
+
+def test_strings_of_artifacts_are_not_taken_for_symbols() -> None:
+    """JAX renames functions when it merges modules, the strings keep the old names."""
+    module = hlo_ir.parse(driver("-", "--raise", stdin=artifact())[1])
+    data = serialize(module, Format.ARTIFACT)
+    with_note = hlo_ir.parse(data)
+    assert "hlo_opt.symbols" not in str(with_note)
+    without = stablehlo.deserialize_portable_artifact(module.context, data)
+    del without.operation.attributes["hlo_opt.symbols"]
+    plain = stablehlo.serialize_portable_artifact(without, stablehlo.get_current_version())
+    result = hlo_opt.apply(plain, "lower", target="v5e")
+    (remark,) = result.remarks
+    assert remark.kind == "missed"
+    assert "attribute" in remark.message
 
 
 def test_quantized_types_survive_every_format() -> None:
