@@ -8,6 +8,7 @@ driver starts without paying for `import jax`.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -144,6 +145,14 @@ def run_on_cpu(module: ir.Module, arguments: Sequence[Any]) -> list[Any]:
         return [np.asarray(shards[0]) for shards in results]
 
 
+_INTERPRETING: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+
+
+def interpreting() -> bool:
+    """Whether `tracing` traces for Pallas's interpreter."""
+    return _INTERPRETING.get()
+
+
 @contextlib.contextmanager
 def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterator[None]:
     """Settings for tracing a kernel, whatever the user's session has set.
@@ -163,6 +172,7 @@ def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterato
             stack.enter_context(_on_device_of_kind(device_kind))
         if interpret:
             stack.enter_context(pltpu.force_tpu_interpret_mode(True))  # type: ignore[arg-type]
+            stack.callback(_INTERPRETING.reset, _INTERPRETING.set(True))
         yield
 
 

@@ -88,9 +88,10 @@ def closed_functions(module: ir.Module) -> set[str]:
     def visit(op: ir.Operation) -> ir.WalkResult:
         if op.name == "stablehlo.composite":
             names.add(ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value)
-            for attribute in ir.DictAttr(op.attributes["composite_attributes"]):
-                if isinstance(attribute.attr, ir.FlatSymbolRefAttr):
-                    names.add(attribute.attr.value)
+            if "composite_attributes" in op.attributes:  # `jax.lax.composite` may give none
+                for attribute in ir.DictAttr(op.attributes["composite_attributes"]):
+                    if isinstance(attribute.attr, ir.FlatSymbolRefAttr):
+                        names.add(attribute.attr.value)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)

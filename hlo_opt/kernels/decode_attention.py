@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from hlo_opt import compat
 from hlo_opt.kernels import Candidate, register_kernel
 from hlo_opt.kernels.attention import (
     AttentionKernel,
@@ -457,6 +458,8 @@ def _in_hbm(cache: Any) -> Any:
     """Keeps XLA from moving a small cache to VMEM and back, all of it, around the call."""
     from jax.experimental.pallas import tpu as pltpu
 
+    if compat.interpreting():  # jax 0.10's interpreter knows no memory spaces
+        return cache
     return pltpu.with_memory_space_constraint(cache, pltpu.HBM)
 
 

@@ -307,3 +307,11 @@ def test_a_refusal_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(remarks) == 4
     assert "could not be lowered: NotImplementedError: not on this shape" in remarks[0]
     assert len(tried) == 1
+
+
+def test_composites_without_attributes_are_left_alone() -> None:
+    fn = jax.lax.composite(jnp.sin, name="hlo_opt.attention", version=1)
+    module = module_of(fn, spec(4))
+    ctx = PassContext(target="v5e")
+    assert "composite" in str(run_pipeline(module, "inference", ctx))
+    assert [r.kind for r in ctx.remarks] == ["missed"]
