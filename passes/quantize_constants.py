@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import ml_dtypes
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
@@ -125,6 +124,8 @@ def _is_float_constant(op: ir.Operation) -> bool:
 
 def _array(value: ir.DenseElementsAttr) -> np.ndarray | None:
     """The elements in f32; None where the bindings give no way to them."""
+    import ml_dtypes
+
     type_ = ir.RankedTensorType(value.type)
     if not isinstance(type_.element_type, ir.BF16Type):
         return np.array(value).astype(np.float32)

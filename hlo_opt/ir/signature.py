@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from jaxlib.mlir import ir
@@ -92,11 +93,12 @@ def array_type(type_: ir.Type) -> ArrayType:
 
 def numpy_dtype(element: ir.Type) -> np.dtype | None:
     """The NumPy dtype of an element type, or None."""
-    return _DTYPES.get(str(element))
+    return _dtypes().get(str(element))
 
 
+@cache
 def _dtypes() -> dict[str, np.dtype]:
-    import ml_dtypes
+    import ml_dtypes  # slow to load: the driver starts without it
 
     names = {
         "i1": "bool",
@@ -120,6 +122,3 @@ def _dtypes() -> dict[str, np.dtype]:
     ):
         table[mlir] = np.dtype(getattr(ml_dtypes, name))
     return table
-
-
-_DTYPES = _dtypes()
