@@ -32,8 +32,10 @@ class RaiseDecodeAttention(Pass):
     structure: ClassVar[str] = "decode_attention"
 
     def run(self, module: ir.Module, ctx: PassContext) -> None:
-        outliner = Outliner(module)
         closed = closed_functions(module)
+        if not any(map(match_update, ops_named("stablehlo.dynamic_update_slice", module, closed))):
+            return  # a prefill: its attentions are not matched twice
+        outliner = Outliner(module)
         donated = _Donated(module)
         refused: list[ir.Operation] = []
         for exp in ops_named("stablehlo.exponential", module, closed):

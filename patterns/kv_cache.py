@@ -83,6 +83,8 @@ def match_update(op: ir.Operation) -> CacheUpdate | None:
     traced = [axis for axis, start in enumerate(starts) if splat(start) != 0]
     if len(traced) != 1 or splat(starts[traced[0]]) is not None:
         return None
+    if not all(ir.RankedTensorType(v.type).has_static_shape for v in op.operands):
+        return None
     (axis,) = traced
     whole, part = shape_of(op.operands[0]), shape_of(op.operands[1])
     if [s for d, s in enumerate(whole) if d != axis] != [

@@ -126,7 +126,9 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
         probs_type=_type(attributes, "probs_type"),
         score=_anonymous(score),
         form=analyse(score),
-        probs=_function_text(table, attributes, "probs"),
+        probs=_anonymous(table[ir.FlatSymbolRefAttr(attributes["probs"]).value])
+        if "probs" in attributes
+        else "",
     )
 
 
@@ -179,13 +181,6 @@ def _fits(
     needed = {role for role, size in spec.roles if size > 1 and role in roles} if whole else set()
     sizes = [math.prod(spec.size(n) for n in d.split("*") if n != "1") for d in dims]
     return len(names) == len({*names}) and needed <= {*names} <= roles and sizes == [*x.shape]
-
-
-def _function_text(table: dict[str, ir.Operation], attributes: ir.DictAttr, name: str) -> str:
-    if name not in attributes:
-        return ""
-    function = table.get(ir.FlatSymbolRefAttr(attributes[name]).value)
-    return _anonymous(function) if function is not None else "missing"
 
 
 def _type(attributes: ir.DictAttr, name: str) -> str:

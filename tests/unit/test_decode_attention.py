@@ -310,6 +310,18 @@ def test_a_module_without_main_is_raised_like_any_other() -> None:
     assert [r.kind for r in ctx.remarks] == ["applied"]
 
 
+def test_dynamic_shapes_are_left_alone() -> None:
+    text = """func.func @main(%c: tensor<?x256x2x64xf32>, %n: tensor<?x1x2x64xf32>, %i: tensor<i32>)
+        -> tensor<?x256x2x64xf32> {
+      %z = stablehlo.constant dense<0> : tensor<i32>
+      %0 = stablehlo.dynamic_update_slice %c, %n, %z, %i, %z, %z : (tensor<?x256x2x64xf32>,
+        tensor<?x1x2x64xf32>, tensor<i32>, tensor<i32>, tensor<i32>, tensor<i32>)
+        -> tensor<?x256x2x64xf32>
+      return %0 : tensor<?x256x2x64xf32>
+    }"""
+    assert "dynamic_update_slice" in str(run_pipeline(hlo_ir.parse(text), "raise", PassContext()))
+
+
 def test_an_update_along_heads() -> None:
     def fn(q: Any, k: Any, v: Any, ks: Any, vs: Any, at: Any) -> Any:
         ks, vs = update(ks, k, (0, 0, at, 0)), update(vs, v, (0, 0, at, 0))
