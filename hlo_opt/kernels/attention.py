@@ -35,8 +35,9 @@ class AttentionSpec:
     Attributes:
       arguments: types of the operands, the extras last.
       result: type of the (first) result.
-      score, probs: text of the captured functions; `probs` is empty where there is none.
+      score, probs, sink: text of the captured functions; empty where there is none.
       form: what `score` is.
+      statistics: dimensions of the row maximum and of the sum, where the composite gives them.
     """
 
     arguments: tuple[ArrayType, ...]
@@ -54,7 +55,9 @@ class AttentionSpec:
     probs_type: str
     score: str
     form: Linear | NotLinear
-    probs: str
+    probs: str = ""
+    sink: str = ""
+    statistics: tuple[tuple[str, ...], ...] = ()
 
     def size(self, role: str) -> int:
         """The size of a role; roles that do not occur have size 1."""
@@ -105,7 +108,7 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
     if len(op.operands) != leading + len(ir.ArrayAttr(attributes["extra_dims"])):
         return No("the composite's operands do not fit its extra_dims")
     extras = list(op.operands)[leading:]
-    for name in ("score", *(["probs"] if "probs" in attributes else [])):
+    for name in ("score", *(name for name in ("probs", "sink") if name in attributes)):
         function = table.get(ir.FlatSymbolRefAttr(attributes[name]).value)
         if function is None or not _is_captured(function, extras):
             return No(f"the composite's {name} is no function of the documented type")
@@ -126,9 +129,14 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
         probs_type=_type(attributes, "probs_type"),
         score=_anonymous(score),
         form=analyse(score),
-        probs=_anonymous(table[ir.FlatSymbolRefAttr(attributes["probs"]).value])
-        if "probs" in attributes
-        else "",
+        statistics=tuple(
+            _strings(attributes[name]) for name in ("max_dims", "sum_dims") if name in attributes
+        ),
+        **{
+            name: _anonymous(table[ir.FlatSymbolRefAttr(attributes[name]).value])
+            for name in ("probs", "sink")
+            if name in attributes
+        },
     )
 
 
@@ -458,6 +466,8 @@ def score_reasons(spec: AttentionSpec) -> Iterator[str]:
     form = spec.form
     if spec.probs:
         yield "a function is applied to the probabilities"
+    if spec.sink:
+        yield "the softmax has a sink"
     if isinstance(form, NotLinear):
         yield f"the score function is not linear in the logit: {form.reason}"
     elif form.bias:

@@ -101,6 +101,8 @@ class DecodeAttention(AttentionKernel):
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from common_reasons(spec)
         yield from _cache_reasons(spec)
+        if spec.sink:
+            yield "the softmax has a sink"
         if spec.size("query") != 1:
             yield f"{spec.size('query')} queries, the kernel takes one"
         for extra in spec.extras:
