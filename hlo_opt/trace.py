@@ -8,7 +8,7 @@ arrays with broadcasting, so that kernels can apply it to tiles.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -104,12 +104,15 @@ def _make_private(function: ir.Operation, renamed: dict[str, str]) -> None:
             del function.attributes[attribute]
 
 
-def evaluate(function: ir.Operation, *arguments: Any) -> Any:
+def evaluate(
+    function: ir.Operation, *arguments: Any, known: Mapping[ir.Value, bool] | None = None
+) -> Any:
     """Evaluates a function of rank-0 elementwise ops on arrays that broadcast together.
 
     Args:
       function: a `func.func` with one block and one result, such as a captured score.
       arguments: one array (or scalar) for each argument of the function.
+      known: values inside the function that are given, so that nothing is computed for them.
 
     Returns:
       the result, of the shape that the arguments used broadcast to.
@@ -119,18 +122,34 @@ def evaluate(function: ir.Operation, *arguments: Any) -> Any:
     """
     block = function.regions[0].blocks[0]
     values = dict(zip(block.arguments, arguments, strict=True))
+    values.update(known or {})
+    needed = _needed(block, values)
     for op in block.operations:
         if op.operation.name == "func.return":
             return values[op.operands[0]]
-        operands = [values[operand] for operand in op.operands]
-        values[op.results[0]] = _apply(op.operation, operands)
+        if op.results[0] in needed and op.results[0] not in values:
+            operands = [values[operand] for operand in op.operands]
+            values[op.results[0]] = _apply(op.operation, operands)
     raise HloOptError("error: a function without a return cannot be evaluated")
+
+
+def _needed(block: ir.Block, given: Mapping[ir.Value, Any]) -> set[ir.Value]:
+    """Values that the block's result depends on, given some."""
+    needed: set[ir.Value] = set()
+    for op in reversed(list(block.operations)):
+        if op.operation.name == "func.return" or op.results[0] in needed:
+            needed.update(operand for operand in op.operands if operand not in given)
+    return needed
 
 
 def _apply(op: ir.Operation, operands: list[Any]) -> Any:
     import jax.numpy as jnp
     from jax import dtypes
 
+    if any(isinstance(operand, bool) for operand in operands):
+        folded = _folded(op, operands)
+        if folded is not None:
+            return folded
     dtype = numpy_dtype(element_type(op.results[0]))
     if dtype is not None and dtypes.canonicalize_dtype(dtype) != dtype:
         raise HloOptError(f"error: {op.name} is computed in 64 bits, which kernels do not have")
@@ -152,6 +171,18 @@ def _apply(op: ir.Operation, operands: list[Any]) -> Any:
     if op.name not in table:
         raise HloOptError(f"error: {op.name} cannot be evaluated on a tile")
     return table[op.name](*operands)
+
+
+def _folded(op: ir.Operation, operands: list[Any]) -> Any:
+    """The result where known conditions decide it without computing; None elsewhere."""
+    if op.name == "stablehlo.select" and isinstance(operands[0], bool):
+        return operands[1] if operands[0] else operands[2]
+    if op.name in ("stablehlo.and", "stablehlo.or"):
+        decided = op.name == "stablehlo.or"  # true decides a disjunction, false a conjunction
+        for here, there in (operands, reversed(operands)):
+            if isinstance(here, bool):
+                return here if here is decided else there
+    return not operands[0] if op.name == "stablehlo.not" else None
 
 
 _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {

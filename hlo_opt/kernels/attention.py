@@ -259,10 +259,10 @@ class Captured:
         self._module = hlo_ir.parse(text)  # its functions live as long as it does
         (self.function,) = functions(self._module)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, known: Mapping[ir.Value, bool] | None = None) -> Any:
         from hlo_opt.trace import evaluate
 
-        return evaluate(self.function, *arguments)
+        return evaluate(self.function, *arguments, known=known)
 
 
 def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
