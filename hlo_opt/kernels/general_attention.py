@@ -6,7 +6,8 @@ of keys and values. Which tiles are visited, and in which the conditions on posi
 evaluation, is decided by `mask.analyse_tiles`; tiles are skipped only where every row provably sees
 a key, or where nothing but -inf closes them.
 
-Sums and maxima are f32. A row's sum is kept for each lane and added up at its end.
+A tile has keys along sublanes and rows (queries) along lanes, so that a row's maximum and sum are
+made of whole registers and take none to keep. Sums and maxima are f32.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
 
 
 def _blocks(spec: AttentionSpec) -> tuple[int, int, int]:
-    group, queries, keys = (spec.size(role) for role in ("group", "query", "key"))
-    q = min(queries, max(128, 1024 // group))
-    k = keys if keys <= 1024 else 1024
-    return q, k, 512 if k % 512 == 0 else k
+    """Rows and keys of a block, and how many keys are computed at a time."""
+    rows = spec.size("query")
+    if rows * spec.size("group") <= 1024:
+        rows *= spec.size("group")
+    q, k = (min(1024, -(-size // LANES) * LANES) for size in (rows, spec.size("key")))
+    return q, k, k
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,13 @@ class Program:
         )
         self.heads = spec.size("kv_head")
         self.batch = math.prod(spec.size(role) for role in spec.batch_roles)
-        # All rows in one block: heads and positions are one dimension.
-        self.flat = block_q >= self.queries
-        self.tiling = Tiling(self.queries, self.keys, block_q, block_k)
-        self.groups, self.block_q = (
-            (1, self.group * self.queries) if self.flat else (self.group, block_q)
+        # Few queries: the heads of a group are rows of one block. Otherwise each is walked over.
+        self.flat = self.group * self.queries <= block_q
+        self.rows = self.group * self.queries if self.flat else self.queries
+        self.block_q, self.block_k, self.compute = block_q, block_k, compute
+        self.tiling = Tiling(
+            self.queries, self.keys, self.queries if self.flat else block_q, block_k
         )
-        self.rows = self.groups * self.block_q
-        self.block_k, self.compute = block_k, compute
         self.score = Captured(spec.score)
         self.probs = Captured(spec.probs) if spec.probs else None
         self.sink = Captured(spec.sink) if spec.sink else None
@@ -120,40 +122,36 @@ class Program:
 
     def run(self, q: Any, k: Any, v: Any, *extras: Any) -> Any:
         """The composite's results from its operands."""
-        import jax.numpy as jnp
-
         spec = self.spec
         qk_type, pv_type = matmul_types(spec)
         q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
         k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth")).astype(qk_type)
         v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-        q = self._flattened(q).astype(qk_type)
+        q = q.reshape(self.batch, -1, self.rows, q.shape[-1]).astype(qk_type)
         tiles = [self._tile(x, dims) for x, dims in zip(extras, spec.extra_dims, strict=True)]
         steps = self._steps(extras)
         out, *statistics = self._call(steps, q, k, v.astype(pv_type), tiles)
         shape = (self.batch, self.heads, self.group, self.queries, -1)
         return restore(out.reshape(shape).astype(spec.result.dtype), spec)
 
-    def _flattened(self, x: Any) -> Any:
-        """Heads of a group and positions (axes 2 and 3) as one dimension, where they are."""
-        if not self.flat:
-            return x
-        return x.reshape(*x.shape[:2], 1, x.shape[2] * x.shape[3], *x.shape[4:])
-
     def _tile(self, x: Any, dims: Sequence[str]) -> Any:
-        """An extra as `[batch, kv_head, group, query, key]`, sizes 1 where it does not vary."""
+        """An extra as `[batch, head, row, key]`, sizes 1 where it does not vary."""
         import jax.numpy as jnp
 
         x = arrange(x, dims, self.spec, ROLES)
         if x.dtype == jnp.bool_:
             x = x.astype(jnp.int8 if x.shape[3] > 1 and x.shape[4] > 1 else jnp.int32)
-        if self.flat and x.shape[2] * x.shape[3] > 1:
-            x = jnp.broadcast_to(x, (*x.shape[:2], self.group, self.queries, x.shape[4]))
-        return self._flattened(x)
+        batch, heads, group, queries, keys = x.shape
+        if not self.flat:
+            if group > 1:
+                x = jnp.broadcast_to(x, (batch, self.heads, group, queries, keys))
+            return x.reshape(batch, -1, queries, keys)
+        if group * queries > 1:
+            x = jnp.broadcast_to(x, (batch, heads, self.group, self.queries, keys))
+        return x.reshape(batch, heads, -1, keys)
 
     def _steps(self, extras: Sequence[Any]) -> Steps:
         states = np.asarray(self.analysis.states)
-        queries, keys = states.shape
         if not self._rows_see_a_key():
             states = np.where(states == CLOSED, MIXED, states)
         states = states.copy()
@@ -178,13 +176,13 @@ class Program:
 
         if not (np.asarray(self.analysis.states) == CLOSED).any():
             return True
+        if self.spec.extras:
+            return False
         with jax.ensure_compile_time_eval():
             query = jnp.arange(self.queries, dtype=jnp.int32)[:, None]
             last = jnp.full_like(query, self.keys - 1)
             aligned = jnp.clip(query + self.keys - self.queries, 0, self.keys - 1)
             key = jnp.concatenate([jnp.minimum(query, last), aligned, 0 * query, last], axis=1)
-            if self.spec.extras:
-                return False
             value = self.score(jnp.float32(0), jnp.int32(0), jnp.int32(0), query, key)
             opened = jnp.broadcast_to(value > 0.5 * FAR_BELOW, key.shape)
             return bool(jnp.all(jnp.any(opened, axis=1)))
@@ -195,32 +193,30 @@ class Program:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        depth, value_depth = self.spec.size("depth"), self.spec.size("value_depth")
-        count = steps.count
-
-        def place(t: Any, query: Any) -> Any:
-            return query[t]
+        share = q.shape[1] // self.heads
 
         def rows(last: int) -> Any:
             return pl.BlockSpec(
-                (1, 1, self.groups, self.block_q, last),
-                lambda b, h, t, query, key, state: (b, h, 0, query[t], 0),
+                (1, 1, self.block_q, last),
+                lambda b, h, t, query, key, state: (b, h, query[t], 0),
             )
 
         def columns(last: int) -> Any:
             return pl.BlockSpec(
                 (1, 1, self.block_k, last),
-                lambda b, h, t, query, key, state: (b, h, key[t], 0),
+                lambda b, h, t, query, key, state: (b, jax.lax.div(h, share), key[t], 0),
             )
 
+        depth, value_depth = self.spec.size("depth"), self.spec.size("value_depth")
         out = jax.ShapeDtypeStruct((*q.shape[:-1], value_depth), self.spec.result.dtype)
-        wide = [(self.rows, LANES), (self.rows, LANES), (self.rows, value_depth)]
+        scratch = [(1, self.block_q), (8, self.block_q), (value_depth, self.block_q)]
+        tables = (steps.query, steps.key, steps.state.reshape(-1))
         return pl.pallas_call(
             lambda *refs: self._kernel(steps, *refs),
             out_shape=[out],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(self.batch, self.heads, count),
+                num_scalar_prefetch=len(tables),
+                grid=(self.batch, q.shape[1], steps.count),
                 in_specs=[
                     rows(depth),
                     columns(depth),
@@ -228,40 +224,29 @@ class Program:
                     *map(self._tile_spec, tiles),
                 ],
                 out_specs=[rows(value_depth)],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in wide],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=64 * 2**20,
             ),
             name="hlo_opt_attention",
-        )(
-            jnp.asarray(steps.query),
-            jnp.asarray(steps.key),
-            jnp.asarray(steps.state).reshape(-1),
-            q,
-            k,
-            v,
-            *tiles,
-        )
+        )(*map(jnp.asarray, tables), q, k, v, *tiles)
 
     def _tile_spec(self, x: Any) -> Any:
+        import jax
         from jax.experimental import pallas as pl
 
-        batch, head, group, query, key = (size > 1 for size in x.shape)
+        batch, heads, query, key = x.shape
+        # Heads are walked over one by one; what varies over key-value heads alone is shared.
+        share = 1 if self.flat or heads > self.heads else self.group
         return pl.BlockSpec(
-            (
-                1,
-                1,
-                x.shape[2],
-                self.block_q if query else 1,
-                self.block_k if key else 1,
-            ),
+            (1, 1, self.block_q if query > 1 else 1, self.block_k if key > 1 else 1),
             lambda b, h, t, qs, ks, state: (
-                b if batch else 0,
-                h if head else 0,
-                0,
-                qs[t] if query else 0,
-                ks[t] if key else 0,
+                b if batch > 1 else 0,
+                jax.lax.div(h, share) if heads > 1 else 0,
+                qs[t] if query > 1 else 0,
+                ks[t] if key > 1 else 0,
             ),
         )
 
@@ -286,9 +271,6 @@ class Program:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         for one in sorted(steps.kinds):
-            if len(steps.kinds) == 1:
-                self._attend(one == OPEN, b, h, i, j, q, k, v, tiles, (top, total, acc))
-                continue
 
             @pl.when(kind == one)
             def _(one: int = one) -> None:
@@ -296,21 +278,17 @@ class Program:
 
         @pl.when(last_here)
         def _() -> None:
-            whole = jnp.sum(total[...], axis=1, keepdims=True)
-            result = acc[...] / whole
-            out[0, 0] = result.reshape(out.shape[2:]).astype(out.dtype)
+            whole = jnp.sum(total[...], axis=0, keepdims=True)
+            out[0, 0] = (acc[...] / whole).T.astype(out.dtype)
 
     def _positions(self, h: Any, i: Any) -> tuple[Any, Any]:
-        """Head and query indices of a block's rows, broadcasting to `[groups, block_q, 1]`."""
+        """Head and query indices of a block's rows, `[1, rows]` or scalars."""
         import jax
         import jax.numpy as jnp
 
+        row = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
         if not self.flat:
-            shape = (self.groups, 1, 1)
-            heads = h * self.group + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-            rows = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q, 1), 1)
-            return heads, i * self.block_q + rows
-        row = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q, 1), 1)
+            return h, i * self.block_q + row
         if self.group == 1:
             return h, row
         if self.queries == 1:
@@ -338,85 +316,59 @@ class Program:
         top, total, acc = state
         known = self.analysis.known if is_open else None
         scale = self.analysis.scale if is_open else None
-        queries = q[0, 0].reshape(self.rows, -1)
-        shape = (self.groups, self.block_q, self.compute)
-        edge = bool(self.keys % self.block_k) and not is_open
+        shape = (self.compute, self.block_q)
         heads, positions = self._positions(h, i)
-        m, l, o = top[...], total[...], acc[...]
         for c in range(self.block_k // self.compute):
             part = slice(c * self.compute, (c + 1) * self.compute)
-            s = _dot(queries, k[0, 0, part], 1)
+            s = _dot(k[0, 0, part], q[0, 0], (1, 1))
             values = v[0, 0, part]
-            keys = j * self.block_k + c * self.compute
-            keys = keys + jax.lax.broadcasted_iota(jnp.int32, (1, 1, self.compute), 2)
+            first = j * self.block_k + c * self.compute
+            keys = first + jax.lax.broadcasted_iota(jnp.int32, (self.compute, 1), 0)
             inputs = (*self._loaded(tiles, part), b, heads, positions, keys)
+            before = top[...]
             if scale is None or scale <= 0:
-                x = self.score(s.reshape(shape), *inputs, known=known)
-                x = jnp.broadcast_to(x, shape)
-                if edge:
+                x = jnp.broadcast_to(self.score(s, *inputs, known=known), shape)
+                if self.keys % self.block_k and not is_open:
                     x = jnp.where(keys < self.keys, x, -jnp.inf)
-                    rows = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
-                    left = self.keys - j * self.block_k - c * self.compute
-                    values = jnp.where(rows < left, values, jnp.zeros_like(values))
-                x = x.reshape(self.rows, self.compute)
-                now = jnp.maximum(m, jnp.max(x, axis=1, keepdims=True))
-                p = jnp.exp(x - _across(now, x.shape))
-            elif queries.dtype == jnp.float32:
+                    values = jnp.where(keys < self.keys, values, jnp.zeros_like(values))
+                now = jnp.maximum(before, jnp.max(x, axis=0, keepdims=True))
+                p = jnp.exp(x - now)
+            elif k.dtype == jnp.float32:
                 s = s * scale
-                now = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
-                p = jnp.exp(s - _across(now, s.shape))
+                now = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True))
+                p = jnp.exp(s - now)
             else:
-                now = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True) * scale)
-                p = jnp.exp2(s * (scale * LOG2E) - _across(now * LOG2E, s.shape))
-            fade = jnp.exp(m - now)
-            l = l * fade + _by_lane(p)
+                now = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True) * scale)
+                p = jnp.exp2(s * (scale * LOG2E) - now * LOG2E)
+            fade = jnp.exp(before - now)
+            top[...] = now
+            total[...] = total[...] * fade + jnp.sum(p.reshape(-1, 8, self.block_q), axis=0)
             if self.probs is not None:
-                p = self.probs(p.reshape(shape), *inputs, known=known)
-                p = jnp.broadcast_to(p, shape).reshape(self.rows, self.compute)
-            o = o * _across(fade, o.shape) + _dot(p.astype(values.dtype), values, 0)
-            m = now
-        top[...], total[...], acc[...] = m, l, o
+                p = jnp.broadcast_to(self.probs(p, *inputs, known=known), shape)
+            acc[...] = acc[...] * fade + _dot(values, p.astype(values.dtype), (0, 0))
 
     def _loaded(self, tiles: Sequence[Any], part: slice) -> list[Any]:
-        """Extras of some keys, in the types the captured functions take."""
+        """Extras of some keys as `[key, row]`, in the types the captured functions take."""
         import jax.numpy as jnp
 
         loaded = []
         for tile, type_ in zip(tiles, self.spec.extras, strict=True):
-            x = tile[0, 0, :, :, part] if tile.shape[4] > 1 else tile[0, 0]
-            loaded.append(x.astype(jnp.int32) != 0 if type_.dtype == jnp.bool_ else x)
+            x = tile[0, 0, :, part] if tile.shape[3] > 1 else tile[0, 0]
+            if x.dtype.itemsize < 4:
+                x = x.astype(jnp.float32 if x.dtype == jnp.bfloat16 else jnp.int32)
+            if x.shape[1] > 1:  # along sublanes
+                rows = x.shape[0]
+                x = jnp.broadcast_to(x, (LANES, x.shape[1])).T[:, :1] if rows == 1 else x.T
+            elif x.shape[0] > 1:
+                x = jnp.broadcast_to(x, (x.shape[0], LANES)).T[:1]
+            loaded.append(x != 0 if type_.dtype == jnp.bool_ else x.astype(type_.dtype))
         return loaded
 
 
-def _across(x: Any, shape: tuple[int, ...]) -> Any:
-    """`[rows, 128]` with equal lanes as `[rows, n]`."""
-    import jax.numpy as jnp
-
-    width = shape[1]
-    if width <= LANES:
-        return x[:, :width]
-    if width % LANES:
-        return jnp.broadcast_to(x[:, :1], shape)
-    return jnp.concatenate([x] * (width // LANES), axis=1)
-
-
-def _by_lane(p: Any) -> Any:
-    """Sums of `[rows, n]` by lane, `[rows, 128]`."""
-    import jax.numpy as jnp
-
-    width = p.shape[1]
-    if width % LANES:
-        p = jnp.pad(p, ((0, 0), (0, -width % LANES)))
-    parts = [p[:, n : n + LANES] for n in range(0, p.shape[1], LANES)]
-    while len(parts) > 1:
-        parts = [sum(parts[n : n + 2]) for n in range(0, len(parts), 2)]
-    return parts[0]
-
-
-def _dot(left: Any, right: Any, contracted: int) -> Any:
-    """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32."""
+def _dot(left: Any, right: Any, contracted: tuple[int, int]) -> Any:
+    """The product of two matrices over one dimension of each; f32."""
     import jax
     import jax.numpy as jnp
 
-    dims = (((1,), (contracted,)), ((), ()))
+    dims = (((contracted[0],), (contracted[1],)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
