@@ -416,3 +416,60 @@ def _describe_mask(mask: Mask) -> str:
         else:
             words.append("mask on positions")
     return " and ".join(words)
+
+
+def is_homogeneous(function: ir.Operation, guards_only: bool = False) -> bool:
+    """Whether `f(c * x) = c * f(x)` for the first argument of a captured function and any c > 0.
+
+    So that `probs` may be applied to probabilities that are not yet normalised.
+
+    Args:
+      guards_only: whether `f(x)` is moreover either `x` or zero, whatever `x` is (NaN, too).
+    """
+    block = function.regions[0].blocks[0]
+    multiples = {block.arguments[0]}
+    zeros: set[ir.Value] = set()
+    dependent = {block.arguments[0]}
+    for op in block.operations:
+        operands = list(op.operands)
+        if op.operation.name == "func.return":
+            return operands[0] in multiples
+        if op.operation.name == "stablehlo.constant" and _constant(op.operation, []) == 0.0:
+            zeros.add(op.results[0])
+        if op.operation.name == "stablehlo.convert" and operands[0] in zeros:
+            zeros.add(op.results[0])
+        if any(operand in dependent for operand in operands):
+            dependent.add(op.results[0])
+            allowed = not guards_only or op.operation.name in _GUARDS
+            if allowed and _keeps_multiples(op.operation, operands, multiples, zeros, dependent):
+                multiples.add(op.results[0])
+    return False
+
+
+_GUARDS = ("stablehlo.select", "stablehlo.convert")
+
+
+def _keeps_multiples(
+    op: ir.Operation,
+    operands: list[ir.Value],
+    multiples: set[ir.Value],
+    zeros: set[ir.Value],
+    dependent: set[ir.Value],
+) -> bool:
+    """Whether an op with a dependent operand gives a multiple of the argument."""
+    either = [operand in multiples or operand in zeros for operand in operands]
+    free = [operand not in dependent for operand in operands]
+    match op.name:
+        case "stablehlo.multiply":
+            return (operands[0] in multiples and free[1]) or (operands[1] in multiples and free[0])
+        case "stablehlo.divide":
+            return operands[0] in multiples and free[1]
+        case "stablehlo.select":
+            return free[0] and either[1] and either[2]
+        case "stablehlo.add" | "stablehlo.subtract":
+            return all(either)
+        case "stablehlo.convert":
+            return either[0] and isinstance(element_type(op.results[0]), ir.FloatType)
+        case "stablehlo.negate":
+            return either[0]
+    return False

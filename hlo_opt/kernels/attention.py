@@ -21,7 +21,14 @@ from hlo_opt.ir.scalar import tensor0
 from hlo_opt.ir.signature import ArrayType, array_type, function_types
 from hlo_opt.ir.walk import element_type, functions, symbol_name
 from hlo_opt.kernels import Candidate, No, register_kernel
-from hlo_opt.patterns.score import FAR_BELOW, Linear, NotLinear, analyse, causal_offset
+from hlo_opt.patterns.score import (
+    FAR_BELOW,
+    Linear,
+    NotLinear,
+    analyse,
+    causal_offset,
+    is_homogeneous,
+)
 from hlo_opt.targets import Target
 
 # What the kernel itself adds where its causal mask is closed: 0.7 of the lowest f32.
@@ -37,7 +44,7 @@ class AttentionSpec:
       result: type of the (first) result.
       score, probs, sink: text of the captured functions; empty where there is none.
       form: what `score` is.
-      statistics: dimensions of the row maximum and of the sum, where the composite gives them.
+      statistics: dimensions and types of the row maximum and the sum, where they are results.
     """
 
     arguments: tuple[ArrayType, ...]
@@ -57,7 +64,7 @@ class AttentionSpec:
     form: Linear | NotLinear
     probs: str = ""
     sink: str = ""
-    statistics: tuple[tuple[str, ...], ...] = ()
+    statistics: tuple[tuple[tuple[str, ...], ArrayType], ...] = ()
 
     def size(self, role: str) -> int:
         """The size of a role; roles that do not occur have size 1."""
@@ -130,7 +137,9 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
         score=_anonymous(score),
         form=analyse(score),
         statistics=tuple(
-            _strings(attributes[name]) for name in ("max_dims", "sum_dims") if name in attributes
+            (_strings(attributes[name]), array_type(result.type))
+            for name, result in zip(("max_dims", "sum_dims"), list(op.results)[1:], strict=False)
+            if name in attributes
         ),
         **{
             name: _anonymous(table[ir.FlatSymbolRefAttr(attributes[name]).value])
@@ -176,6 +185,11 @@ def _misfits(spec: AttentionSpec) -> Iterator[str]:
     for name, x, dims, roles in described:
         if not _fits(x, dims, spec, roles):
             yield f"the composite's {name}_dims do not describe {x}"
+    for dims, type_ in spec.statistics:
+        if not _fits(type_, dims, spec, own):
+            yield f"the composite's max_dims or sum_dims do not describe {type_}"
+    if spec.statistics and (len(spec.statistics) != 2 or spec.probs or spec.sink):
+        yield "the composite has statistics and also probs or a sink, or one of them only"
     for extra, dims in zip(spec.extras, spec.extra_dims, strict=True):
         if not _fits(extra, dims, spec, {*own, "key"}, whole=False):
             yield f"the composite's extra_dims do not describe {extra}"
@@ -235,15 +249,23 @@ def arrange(
     return x.reshape(shape)
 
 
-def restore(x: Any, spec: AttentionSpec) -> Any:
-    """Inverse of `arrange` for the result: `[batch, kv_head, group, query, value_depth]`."""
-    inner = ("kv_head", "group", "query", "value_depth")
-    full = (*spec.batch_roles, *inner)
+def restore(x: Any, spec: AttentionSpec, statistic: int | None = None) -> Any:
+    """Inverse of `arrange` for a result.
+
+    Args:
+      x: `[batch, kv_head, group, query, value_depth]`, without depth for a statistic.
+      statistic: 0 for the maximum, 1 for the sum.
+    """
+    full = (*spec.batch_roles, "kv_head", "group", "query")
+    if statistic is None:
+        full, dims, type_ = (*full, "value_depth"), spec.out_dims, spec.result
+    else:
+        dims, type_ = spec.statistics[statistic]
     x = x.reshape([spec.size(role) for role in full])
-    order = [name for dim in spec.out_dims if dim != "1" for name in dim.split("*")]
+    order = [name for dim in dims if dim != "1" for name in dim.split("*")]
     rest = [name for name in full if name not in order]
     x = x.transpose([full.index(name) for name in (*rest, *order)])
-    return x.reshape(spec.result.shape)
+    return x.reshape(type_.shape)
 
 
 class Captured:
@@ -285,6 +307,25 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
     return Captured(spec.score)(jnp.float32(0), *tiles, *indices)
 
 
+def probs_reasons(spec: AttentionSpec, guards: bool = False) -> Iterator[str]:
+    """Why `probs` may not be applied to probabilities that are not yet normalised.
+
+    Args:
+      guards: whether the kernel knows what guards make of a row that is NaN.
+    """
+    if not spec.probs:
+        return
+    probs = Captured(spec.probs)
+    if not is_homogeneous(probs.function):
+        yield "the function applied to the probabilities is not a multiple of them"
+    form = spec.form
+    finite = isinstance(form, Linear) and not form.bias
+    finite = finite and all(mask.value > -math.inf for mask in form.masks)
+    if not finite and not (guards and is_homogeneous(probs.function, guards_only=True)):
+        # Softmax of -inf alone is NaN, of which a guard makes zero.
+        yield "a function is applied to probabilities that may be NaN"
+
+
 class AttentionKernel:
     """What kernels for `hlo_opt.attention` have in common."""
 
@@ -304,7 +345,8 @@ class AttentionKernel:
         if isinstance(spec, No):
             return spec
         results = [str(result.type) for result in op.results]
-        if results[1:] != [str(op.operands[n].type) for n in self.updated]:
+        own = [str(op.operands[n].type) for n in self.updated]
+        if results[1:] != own and len(results[1:]) != len(spec.statistics):
             return No(f"the composite has results of types {', '.join(results)}")
         return spec
 
@@ -468,6 +510,8 @@ def score_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "a function is applied to the probabilities"
     if spec.sink:
         yield "the softmax has a sink"
+    if spec.statistics:
+        yield "the softmax is not normalised"
     if isinstance(form, NotLinear):
         yield f"the score function is not linear in the logit: {form.reason}"
     elif form.bias:

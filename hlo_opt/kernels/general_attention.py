@@ -1,24 +1,22 @@
 """The general kernel for `hlo_opt.attention`: flash attention around any captured score.
 
 The block body applies the captured score function to the tile of logits, with extras cut to the
-tile and positions from the grid, and `probs` to the probabilities. Heads of a group share one tile
-of keys and values. Which tiles are visited, and in which the conditions on positions need no
-evaluation, is decided by `mask.analyse_tiles`; tiles are skipped only where every row provably sees
-a key, or where nothing but -inf closes them.
+tile and positions from the grid, and `probs` to the probabilities. Rows of all heads of a group
+share one tile of keys and values. Which tiles are visited, and in which of them conditions on
+positions need no evaluation, is decided by `mask.analyse_tiles`; tiles are skipped only where every
+row provably sees a key.
 
-A tile has keys along sublanes and rows (queries) along lanes, so that a row's maximum and sum are
-made of whole registers and take none to keep. Sums and maxima are f32.
+Sums and maxima are f32. A row's sum is kept for each lane and added up at its end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxlib.mlir import ir
 
 from hlo_opt.kernels import Candidate, register_kernel
 from hlo_opt.kernels.attention import (
@@ -28,16 +26,25 @@ from hlo_opt.kernels.attention import (
     arrange,
     common_reasons,
     matmul_types,
+    probs_reasons,
     restore,
 )
-from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Analysis, Fact, Range, Tiling, analyse_tiles
-from hlo_opt.patterns.score import FAR_BELOW
+from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Fact, Range, Tiling, analyse_tiles
+from hlo_opt.patterns.score import FAR_BELOW, is_homogeneous
 from hlo_opt.targets import Target
 
 LANES = 128
 LOWEST = float(np.finfo(np.float32).min)
 LOG2E = math.log2(math.e)
 ROLES = ("batch", "kv_head", "group", "query", "key")
+# What Mosaic computes in, on every generation.
+EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
+# Rows of one block, over all heads of a group.
+ROWS = 1024
+# How many f32 products are summed in one go for few rows; see `decode_attention.TERMS`.
+FEW_ROWS, TERMS = 16, 16
+# Prefetched tables with more entries are made for all sequences together.
+LARGEST_TABLE = 1 << 15
 
 
 @register_kernel
@@ -52,27 +59,28 @@ class GeneralAttention(AttentionKernel):
         for extra in spec.extras:
             if extra.dtype.name not in EXTRA_TYPES:
                 yield f"a mask or bias computed in {extra.dtype}"
+        yield from probs_reasons(spec, guards=True)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
-        q, k, compute = _blocks(spec)
-        config = (("block_q", q), ("block_k", k), ("compute", compute))
-        return [Candidate(f"{self.name}, blocks q={q}, k={k}/{compute}", config)]
+        q, k = _blocks(spec, target)
+        limit = min(64, (target.info.vmem_capacity_bytes >> 20) * 3 // 4)
+        config = (("block_q", q), ("block_k", k), ("vmem", max(16, limit)))
+        return [Candidate(f"{self.name}, blocks q={q}, k={k}", config)]
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
         return Program(spec, **dict(candidate.config)).run
 
 
-# What Mosaic computes in, on every generation.
-EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
-
-
-def _blocks(spec: AttentionSpec) -> tuple[int, int, int]:
-    """Rows and keys of a block, and how many keys are computed at a time."""
-    rows = spec.size("query")
-    if rows * spec.size("group") <= 1024:
-        rows *= spec.size("group")
-    q, k = (min(1024, -(-size // LANES) * LANES) for size in (rows, spec.size("key")))
-    return q, k, k
+def _blocks(spec: AttentionSpec, target: Target) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    group, queries, keys = (spec.size(role) for role in ("group", "query", "key"))
+    small = target.info.vmem_capacity_bytes <= 16 << 20
+    rows = ROWS // 2 if small else ROWS
+    q = queries if group * queries <= rows else min(queries, max(32, rows // group // 32 * 32))
+    if q < queries:
+        q = max(32, q // 32 * 32)
+    k = min(keys, 512 if small or q * group > 2 * rows else 1024)
+    return q, k
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,10 @@ class Steps:
 
     Attributes:
       count: grid steps for one head.
-      query, key: block indices for each step, `[count]`.
-      state: `[sequences, count]`, one of them for all sequences or one each.
-      kinds: the states that occur.
+      query: query block of each step, `[count]`.
+      key: the key block that is fetched, `[sequences, count]`; one row if it is the same for all.
+      state: `OPEN`, `MIXED` or `CLOSED`, `[sequences, count]`.
+      kinds: states other than `CLOSED` that may occur.
     """
 
     count: int
@@ -94,98 +103,185 @@ class Steps:
 
 
 class Program:
-    """The JAX function around the kernel, for one composite and block sizes."""
+    """The JAX function around the kernel, for one composite and block sizes.
 
-    def __init__(self, spec: AttentionSpec, block_q: int, block_k: int, compute: int) -> None:
+    Args:
+      block_q, block_k: queries and keys of a tile.
+      vmem: MB of VMEM the kernel may take.
+    """
+
+    def __init__(self, spec: AttentionSpec, block_q: int, block_k: int, vmem: int) -> None:
         self.spec = spec
         self.group, self.queries, self.keys = (
             spec.size(role) for role in ("group", "query", "key")
         )
         self.heads = spec.size("kv_head")
         self.batch = math.prod(spec.size(role) for role in spec.batch_roles)
-        # Few queries: the heads of a group are rows of one block. Otherwise each is walked over.
-        self.flat = self.group * self.queries <= block_q
-        self.rows = self.group * self.queries if self.flat else self.queries
-        self.block_q, self.block_k, self.compute = block_q, block_k, compute
-        self.tiling = Tiling(
-            self.queries, self.keys, self.queries if self.flat else block_q, block_k
-        )
+        self.tiling = Tiling(self.queries, self.keys, block_q, block_k)
+        self.block_k, self.vmem = block_k, vmem
+        # All rows in one block: the heads of a group and their positions are one dimension.
+        self.flat = block_q == self.queries
+        self.groups = 1 if self.flat else self.group
+        self.block_q = self.group * self.queries if self.flat else block_q
+        self.rows = self.groups * self.block_q
         self.score = Captured(spec.score)
         self.probs = Captured(spec.probs) if spec.probs else None
+        # A softmax of -inf alone is NaN; where guards close the whole row, the result is zero.
+        self.guarded = self.probs is not None and is_homogeneous(
+            self.probs.function, guards_only=True
+        )
         self.sink = Captured(spec.sink) if spec.sink else None
-        self.analysis = self._analyse()
+        self.analysis = self._analyse([None] * len(spec.extras))
 
-    def _analyse(self) -> Analysis:
+    def _analyse(self, extras: Sequence[Fact]) -> Any:
         sizes = (self.batch, self.heads * self.group)
-        nothing: list[Fact] = [None] * len(self.spec.extras)
-        return analyse_tiles(self.score.function, self.tiling, sizes, nothing)
+        return analyse_tiles(self.score.function, self.tiling, sizes, extras)
 
     def run(self, q: Any, k: Any, v: Any, *extras: Any) -> Any:
         """The composite's results from its operands."""
         spec = self.spec
         qk_type, pv_type = matmul_types(spec)
         q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
-        k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth")).astype(qk_type)
+        k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
         v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-        q = q.reshape(self.batch, -1, self.rows, q.shape[-1]).astype(qk_type)
-        tiles = [self._tile(x, dims) for x, dims in zip(extras, spec.extra_dims, strict=True)]
-        steps = self._steps(extras)
-        out, *statistics = self._call(steps, q, k, v.astype(pv_type), tiles)
-        shape = (self.batch, self.heads, self.group, self.queries, -1)
-        return restore(out.reshape(shape).astype(spec.result.dtype), spec)
-
-    def _tile(self, x: Any, dims: Sequence[str]) -> Any:
-        """An extra as `[batch, head, row, key]`, sizes 1 where it does not vary."""
-        import jax.numpy as jnp
-
-        x = arrange(x, dims, self.spec, ROLES)
-        if x.dtype == jnp.bool_:
-            x = x.astype(jnp.int8 if x.shape[3] > 1 and x.shape[4] > 1 else jnp.int32)
-        batch, heads, group, queries, keys = x.shape
-        if not self.flat:
-            if group > 1:
-                x = jnp.broadcast_to(x, (batch, self.heads, group, queries, keys))
-            return x.reshape(batch, -1, queries, keys)
-        if group * queries > 1:
-            x = jnp.broadcast_to(x, (batch, heads, self.group, self.queries, keys))
-        return x.reshape(batch, heads, -1, keys)
-
-    def _steps(self, extras: Sequence[Any]) -> Steps:
-        states = np.asarray(self.analysis.states)
-        if not self._rows_see_a_key():
-            states = np.where(states == CLOSED, MIXED, states)
-        states = states.copy()
-        if self.keys % self.block_k:
-            states[:, -1] = np.where(states[:, -1] == OPEN, MIXED, states[:, -1])
-        for row in states:  # a result must be written, whatever it is
-            if not row.any():
-                row[0] = MIXED
-        visited = np.argwhere(states != CLOSED)
-        return Steps(
-            count=len(visited),
-            query=visited[:, 0].astype(np.int32),
-            key=visited[:, 1].astype(np.int32),
-            state=states[states != CLOSED].astype(np.int32)[None],
-            kinds=frozenset(states[states != CLOSED].tolist()),
+        arranged = [
+            arrange(x, dims, spec, ROLES) for x, dims in zip(extras, spec.extra_dims, strict=True)
+        ]
+        out, *statistics = self._call(
+            self._steps(arranged),
+            self._flattened(q).astype(qk_type),
+            k.astype(qk_type),
+            v.astype(pv_type),
+            [self._tile(x) for x in arranged],
+        )
+        if not spec.statistics:
+            return restore(out, spec)
+        top, total = statistics
+        kept = top.astype(spec.statistics[0][1].dtype)
+        # Both sums are relative to the maximum as it is returned, which may be rounded.
+        shift = _exp_difference(top, kept.astype(top.dtype))
+        return (
+            restore((out * shift).astype(spec.result.dtype), spec),
+            restore(kept, spec, 0),
+            restore((total * shift).astype(spec.statistics[1][1].dtype), spec, 1),
         )
 
-    def _rows_see_a_key(self) -> bool:
-        """Whether every row provably sees a key that depends on positions alone."""
+    def _flattened(self, x: Any) -> Any:
+        """Heads of a group and positions (axes 2 and 3) as one dimension, where they are."""
+        if not self.flat:
+            return x
+        return x.reshape(*x.shape[:2], 1, x.shape[2] * x.shape[3], *x.shape[4:])
+
+    def _tile(self, x: Any) -> Any:
+        """An extra, from `[batch, kv_head, group, query, key]`, as the kernel takes it."""
+        import jax.numpy as jnp
+
+        if x.dtype == jnp.bool_:
+            large = x.shape[3] > 1 and x.shape[4] > 1 and self.tiling.block_q % 32 == 0
+            x = x.astype(jnp.int8 if large else jnp.int32)
+        if self.flat and x.shape[2] * x.shape[3] > 1:
+            x = jnp.broadcast_to(x, (*x.shape[:2], self.group, self.queries, x.shape[4]))
+        return self._flattened(x)
+
+    def _steps(self, extras: Sequence[Any]) -> Steps:
+        """The tiles to visit; decided while compiling where no extra matters, else at run time.
+
+        Args:
+          extras: as `[batch, kv_head, group, query, key]`.
+        """
+        states = np.asarray(self.analysis.states)
+        if extras and not (states == CLOSED).any():
+            self.analysis = self._analyse([_interval(x) for x in extras])
+            states = self.analysis.states
+        if not isinstance(states, np.ndarray):
+            return self._dynamic_steps(states, extras, frozenset({OPEN, MIXED}))
+        states = self._edges(states, np)
+        if not (states == CLOSED).any():
+            return _compressed(states)
+        seen = self._rows_see_a_key(extras)
+        if isinstance(seen, np.ndarray):
+            return _compressed(states if seen.all() else np.where(states, states, MIXED))
+        kinds = frozenset({*states.ravel().tolist(), MIXED} - {CLOSED})
+        return self._dynamic_steps(states, extras, kinds, seen)
+
+    def _edges(self, states: Any, xp: Any) -> Any:
+        """A partial block of keys at the end is never open."""
+        if self.keys % self.block_k == 0:
+            return states
+        last = np.arange(states.shape[1])[None] == states.shape[1] - 1
+        return xp.where(last & (states == OPEN), MIXED, states)
+
+    def _rows_see_a_key(self, extras: Sequence[Any]) -> Any:
+        """Whether each query surely sees one of a few keys, in all heads: `[batch or 1, query]`.
+
+        The score is evaluated, of a zero logit, at the first and last key and on the diagonals that
+        start at the first and end at the last. NumPy where that depends on positions alone.
+        """
         import jax
         import jax.numpy as jnp
 
-        if not (np.asarray(self.analysis.states) == CLOSED).any():
-            return True
-        if self.spec.extras:
-            return False
+        query = np.arange(self.queries, dtype=np.int32)[:, None]
+        ends = (0, self.keys - 1)
+        key = np.concatenate(
+            [
+                np.clip(query, *ends),
+                np.clip(query + self.keys - self.queries, *ends),
+                *(np.full_like(query, end) for end in ends),
+            ],
+            axis=1,
+        )
+
+        def seen(*extras: Any) -> Any:
+            places = [
+                jnp.take_along_axis(
+                    jnp.broadcast_to(x, (*x.shape[:3], self.queries, x.shape[4])),
+                    jnp.broadcast_to(key, (*x.shape[:3], *key.shape)),
+                    axis=-1,
+                )
+                if x.shape[4] > 1
+                else x
+                for x in extras
+            ]
+            batch = jnp.arange(self.batch, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+            head = jnp.arange(self.heads * self.group, dtype=jnp.int32)
+            head = head.reshape(1, self.heads, self.group, 1, 1)
+            value = self.score(jnp.float32(0), *places, batch, head, query, key)
+            opened = jnp.broadcast_to(value > 0.5 * FAR_BELOW, (*value.shape[:3], *key.shape))
+            return jnp.all(jnp.any(opened, axis=-1), axis=(1, 2))
+
+        if extras:
+            return seen(*extras)
         with jax.ensure_compile_time_eval():
-            query = jnp.arange(self.queries, dtype=jnp.int32)[:, None]
-            last = jnp.full_like(query, self.keys - 1)
-            aligned = jnp.clip(query + self.keys - self.queries, 0, self.keys - 1)
-            key = jnp.concatenate([jnp.minimum(query, last), aligned, 0 * query, last], axis=1)
-            value = self.score(jnp.float32(0), jnp.int32(0), jnp.int32(0), query, key)
-            opened = jnp.broadcast_to(value > 0.5 * FAR_BELOW, key.shape)
-            return bool(jnp.all(jnp.any(opened, axis=1)))
+            return np.asarray(seen())
+
+    def _dynamic_steps(
+        self, states: Any, extras: Sequence[Any], kinds: frozenset[int], seen: Any = None
+    ) -> Steps:
+        """All tiles; closed ones are skipped where every row of their block sees a key."""
+        import jax
+        import jax.numpy as jnp
+
+        states = self._edges(states, jnp)
+        if seen is None:
+            seen = self._rows_see_a_key(extras)
+        seen = jnp.asarray(seen)
+        blocks, keys = self.tiling.shape
+        size = self.tiling.block_q
+        padded = jnp.pad(seen, ((0, 0), (0, blocks * size - self.queries)), constant_values=True)
+        seen = jnp.all(padded.reshape(-1, blocks, size), axis=2)
+        if seen.size * keys > LARGEST_TABLE:
+            seen = jnp.all(seen, axis=0, keepdims=True)
+        closed = (states == CLOSED)[None] & seen[:, :, None]
+        states = jnp.where(closed, CLOSED, jnp.maximum(states, MIXED))
+        # Nothing is fetched for a closed tile: its block is the one before.
+        fetched = jax.lax.cummax(jnp.where(closed, 0, jnp.arange(keys)), axis=2)
+        return Steps(
+            count=blocks * keys,
+            query=np.repeat(np.arange(blocks, dtype=np.int32), keys),
+            key=fetched.reshape(-1, blocks * keys).astype(jnp.int32),
+            state=states.reshape(-1, blocks * keys).astype(jnp.int32),
+            kinds=kinds,
+        )
 
     def _call(self, steps: Steps, q: Any, k: Any, v: Any, tiles: list[Any]) -> Any:
         import jax
@@ -193,60 +289,59 @@ class Program:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        share = q.shape[1] // self.heads
-
         def rows(last: int) -> Any:
             return pl.BlockSpec(
-                (1, 1, self.block_q, last),
-                lambda b, h, t, query, key, state: (b, h, query[t], 0),
+                (1, 1, self.groups, self.block_q, last),
+                lambda b, h, t, query, key, state: (b, h, 0, query[t], 0),
             )
 
         def columns(last: int) -> Any:
             return pl.BlockSpec(
                 (1, 1, self.block_k, last),
-                lambda b, h, t, query, key, state: (b, jax.lax.div(h, share), key[t], 0),
+                lambda b, h, t, query, key, state: (b, h, key[_entry(steps.key, b, t)], 0),
             )
 
         depth, value_depth = self.spec.size("depth"), self.spec.size("value_depth")
-        out = jax.ShapeDtypeStruct((*q.shape[:-1], value_depth), self.spec.result.dtype)
-        scratch = [(1, self.block_q), (8, self.block_q), (value_depth, self.block_q)]
-        tables = (steps.query, steps.key, steps.state.reshape(-1))
+        statistics = bool(self.spec.statistics)
+        out_type = jnp.float32 if statistics else self.spec.result.dtype
+        outs = [(value_depth, out_type), *[(1, jnp.float32)] * (2 * statistics)]
+        statistic = (self.rows, LANES)
+        scratch = [statistic, statistic, (self.rows, value_depth), *[statistic] * self.guarded]
+        tables = (steps.query, steps.key.reshape(-1), steps.state.reshape(-1))
         return pl.pallas_call(
             lambda *refs: self._kernel(steps, *refs),
-            out_shape=[out],
+            out_shape=[jax.ShapeDtypeStruct((*q.shape[:-1], d), type_) for d, type_ in outs],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(tables),
-                grid=(self.batch, q.shape[1], steps.count),
+                grid=(self.batch, self.heads, steps.count),
                 in_specs=[
                     rows(depth),
                     columns(depth),
                     columns(value_depth),
-                    *map(self._tile_spec, tiles),
+                    *(self._tile_spec(x, steps) for x in tiles),
                 ],
-                out_specs=[rows(value_depth)],
+                out_specs=[rows(d) for d, _ in outs],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
-                vmem_limit_bytes=64 * 2**20,
+                vmem_limit_bytes=self.vmem << 20,
             ),
             name="hlo_opt_attention",
         )(*map(jnp.asarray, tables), q, k, v, *tiles)
 
-    def _tile_spec(self, x: Any) -> Any:
-        import jax
+    def _tile_spec(self, x: Any, steps: Steps) -> Any:
         from jax.experimental import pallas as pl
 
-        batch, heads, query, key = x.shape
-        # Heads are walked over one by one; what varies over key-value heads alone is shared.
-        share = 1 if self.flat or heads > self.heads else self.group
+        batch, head, _, query, key = (size > 1 for size in x.shape)
         return pl.BlockSpec(
-            (1, 1, self.block_q if query > 1 else 1, self.block_k if key > 1 else 1),
+            (1, 1, x.shape[2], self.block_q if query else 1, self.block_k if key else 1),
             lambda b, h, t, qs, ks, state: (
-                b if batch > 1 else 0,
-                jax.lax.div(h, share) if heads > 1 else 0,
-                qs[t] if query > 1 else 0,
-                ks[t] if key > 1 else 0,
+                b if batch else 0,
+                h if head else 0,
+                0,
+                qs[t] if query else 0,
+                ks[_entry(steps.key, b, t)] if key else 0,
             ),
         )
 
@@ -257,38 +352,51 @@ class Program:
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
 
-        *tiles, out, top, total, acc = rest
+        count = len(self.spec.extras)
+        held = 3 + self.guarded
+        tiles, outs, scratch = rest[:count], rest[count:-held], rest[-held:]
         b, h, t = (pl.program_id(axis) for axis in range(3))
-        i, j, kind = query[t], key[t], state[t]
+        i, j = query[t], key[_entry(steps.key, b, t)]
+        kind = state[_entry(steps.state, b, t)]
         last = steps.count - 1
         first_here = (t == 0) | (query[jnp.maximum(t - 1, 0)] != i)
         last_here = (t == last) | (query[jnp.minimum(t + 1, last)] != i)
+        heads, positions = self._positions(h, i)
 
         @pl.when(first_here)
         def _() -> None:
-            top[...] = jnp.full(top.shape, LOWEST, jnp.float32)
-            total[...] = jnp.zeros(total.shape, jnp.float32)
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+            self._start(tiles, (b, heads, positions, jnp.int32(0)), scratch)
 
         for one in sorted(steps.kinds):
 
             @pl.when(kind == one)
             def _(one: int = one) -> None:
-                self._attend(one == OPEN, b, h, i, j, q, k, v, tiles, (top, total, acc))
+                keys = (b, heads, positions, self._keys(j))
+                self._attend(one == OPEN, keys, q, k, v, tiles, scratch)
 
         @pl.when(last_here)
         def _() -> None:
-            whole = jnp.sum(total[...], axis=0, keepdims=True)
-            out[0, 0] = (acc[...] / whole).T.astype(out.dtype)
+            top, total, acc, *unguarded = scratch
+            whole = jnp.sum(total[...], axis=1, keepdims=True)
+            if self.guarded:
+                count = jnp.sum(unguarded[0][...], axis=1, keepdims=True)
+                whole = jnp.where(count == 0, 1.0, whole)
+            if self.spec.statistics:
+                results = [acc[...], top[:, :1], whole]
+            else:
+                results = [acc[...] / whole]
+            for out, result in zip(outs, results, strict=True):
+                out[0, 0] = result.reshape(out.shape[2:]).astype(out.dtype)
 
     def _positions(self, h: Any, i: Any) -> tuple[Any, Any]:
-        """Head and query indices of a block's rows, `[1, rows]` or scalars."""
+        """Head and query indices of a block's rows, which broadcast to `[groups, block_q, 1]`."""
         import jax
         import jax.numpy as jnp
 
-        row = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q), 1)
+        row = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q, 1), 1)
         if not self.flat:
-            return h, i * self.block_q + row
+            heads = jax.lax.broadcasted_iota(jnp.int32, (self.groups, 1, 1), 0)
+            return h * self.group + heads, i * self.block_q + row
         if self.group == 1:
             return h, row
         if self.queries == 1:
@@ -296,79 +404,164 @@ class Program:
         size = jnp.int32(self.queries)
         return h * self.group + jax.lax.div(row, size), jax.lax.rem(row, size)
 
+    def _keys(self, j: Any) -> Any:
+        """Key indices of a block, `[1, 1, block_k]`."""
+        import jax
+        import jax.numpy as jnp
+
+        keys = jax.lax.broadcasted_iota(jnp.int32, (1, 1, self.block_k), 2)
+        return j * self.block_k + keys
+
+    def _start(self, tiles: Sequence[Any], indices: tuple[Any, ...], scratch: Any) -> None:
+        """The state before the first tile: nothing seen, or the sink."""
+        import jax
+        import jax.numpy as jnp
+
+        top, total, acc, *unguarded = scratch
+        for ref in (acc, *unguarded):
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        if self.sink is None:
+            top[...] = jnp.full(top.shape, LOWEST, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+            return
+        extras = [x[..., :1] for x in self._loaded(tiles)]
+        shape = (self.groups, self.block_q, LANES)
+        sink = self.sink(jnp.float32(0), *extras, *indices)
+        sink = jnp.broadcast_to(sink, shape).reshape(self.rows, LANES)
+        lanes = jax.lax.broadcasted_iota(jnp.int32, sink.shape, 1)
+        top[...] = jnp.maximum(sink, LOWEST)
+        total[...] = jnp.where(lanes == 0, jnp.exp(sink - jnp.maximum(sink, LOWEST)), 0.0)
+
     def _attend(
         self,
         is_open: bool,
-        b: Any,
-        h: Any,
-        i: Any,
-        j: Any,
+        indices: tuple[Any, ...],
         q: Any,
         k: Any,
         v: Any,
         tiles: Sequence[Any],
-        state: tuple[Any, Any, Any],
+        scratch: Any,
     ) -> None:
-        """Online softmax over one tile, `compute` keys at a time."""
+        """Online softmax over one tile."""
         import jax
         import jax.numpy as jnp
 
-        top, total, acc = state
+        top, total, acc, *unguarded = scratch
         known = self.analysis.known if is_open else None
         scale = self.analysis.scale if is_open else None
-        shape = (self.compute, self.block_q)
-        heads, positions = self._positions(h, i)
-        for c in range(self.block_k // self.compute):
-            part = slice(c * self.compute, (c + 1) * self.compute)
-            s = _dot(k[0, 0, part], q[0, 0], (1, 1))
-            values = v[0, 0, part]
-            first = j * self.block_k + c * self.compute
-            keys = first + jax.lax.broadcasted_iota(jnp.int32, (self.compute, 1), 0)
-            inputs = (*self._loaded(tiles, part), b, heads, positions, keys)
-            before = top[...]
-            if scale is None or scale <= 0:
-                x = jnp.broadcast_to(self.score(s, *inputs, known=known), shape)
-                if self.keys % self.block_k and not is_open:
-                    x = jnp.where(keys < self.keys, x, -jnp.inf)
-                    values = jnp.where(keys < self.keys, values, jnp.zeros_like(values))
-                now = jnp.maximum(before, jnp.max(x, axis=0, keepdims=True))
-                p = jnp.exp(x - now)
-            elif k.dtype == jnp.float32:
-                s = s * scale
-                now = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True))
-                p = jnp.exp(s - now)
-            else:
-                now = jnp.maximum(before, jnp.max(s, axis=0, keepdims=True) * scale)
-                p = jnp.exp2(s * (scale * LOG2E) - now * LOG2E)
-            fade = jnp.exp(before - now)
-            top[...] = now
-            total[...] = total[...] * fade + jnp.sum(p.reshape(-1, 8, self.block_q), axis=0)
-            if self.probs is not None:
-                p = jnp.broadcast_to(self.probs(p, *inputs, known=known), shape)
-            acc[...] = acc[...] * fade + _dot(values, p.astype(values.dtype), (0, 0))
+        shape = (self.groups, self.block_q, self.block_k)
+        values = v[0, 0]
+        s = self._dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1)
+        inputs = (*self._loaded(tiles), *indices)
+        before = top[...]
+        if scale is not None and scale > 0 and k.dtype != jnp.float32:
+            # One product for an element instead of two: its scale and the base of the exponential.
+            now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True) * scale)
+            p = jnp.exp2(s * (scale * LOG2E) - _across(now * LOG2E, s.shape))
+        else:
+            s = jnp.broadcast_to(self.score(s.reshape(shape), *inputs, known=known), shape)
+            if self.keys % self.block_k and not is_open:
+                s = jnp.where(indices[-1] < self.keys, s, -jnp.inf)
+                row = jax.lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
+                inside = row < self.keys - indices[-1][0, 0, 0]
+                values = jnp.where(inside, values, jnp.zeros_like(values))
+            s = s.reshape(self.rows, self.block_k)
+            now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+            p = jnp.exp(s - _across(now, s.shape))
+        fade = jnp.exp(before - now)
+        top[...] = now
+        total[...] = total[...] * fade + _by_lane(p)
+        if self.guarded:
+            assert self.probs is not None
+            one = jnp.broadcast_to(self.probs(jnp.float32(1), *inputs, known=known), shape)
+            unguarded[0][...] += _by_lane(one.reshape(self.rows, self.block_k))
+        if self.probs is not None:
+            p = jnp.broadcast_to(self.probs(p.reshape(shape), *inputs, known=known), shape)
+            p = p.reshape(self.rows, self.block_k)
+        product = self._dot(p.astype(values.dtype), values, 0)
+        acc[...] = acc[...] * _across(fade, acc.shape) + product
 
-    def _loaded(self, tiles: Sequence[Any], part: slice) -> list[Any]:
-        """Extras of some keys as `[key, row]`, in the types the captured functions take."""
+    def _loaded(self, tiles: Sequence[Any]) -> list[Any]:
+        """Extras of a tile, in the types the captured functions take."""
         import jax.numpy as jnp
 
-        loaded = []
-        for tile, type_ in zip(tiles, self.spec.extras, strict=True):
-            x = tile[0, 0, :, part] if tile.shape[3] > 1 else tile[0, 0]
-            if x.dtype.itemsize < 4:
-                x = x.astype(jnp.float32 if x.dtype == jnp.bfloat16 else jnp.int32)
-            if x.shape[1] > 1:  # along sublanes
-                rows = x.shape[0]
-                x = jnp.broadcast_to(x, (LANES, x.shape[1])).T[:, :1] if rows == 1 else x.T
-            elif x.shape[0] > 1:
-                x = jnp.broadcast_to(x, (x.shape[0], LANES)).T[:1]
-            loaded.append(x != 0 if type_.dtype == jnp.bool_ else x.astype(type_.dtype))
-        return loaded
+        return [
+            tile[0, 0].astype(jnp.int32) != 0 if type_.dtype == jnp.bool_ else tile[0, 0]
+            for tile, type_ in zip(tiles, self.spec.extras, strict=True)
+        ]
+
+    def _dot(self, left: Any, right: Any, contracted: int) -> Any:
+        """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32."""
+        import jax
+        import jax.numpy as jnp
+
+        dims = (((1,), (contracted,)), ((), ()))
+        length = left.shape[1]
+        few = self.rows <= FEW_ROWS and left.dtype == jnp.float32
+        step = TERMS if few else length
+        total: Any = 0.0
+        for first in range(0, length, step):
+            part = slice(first, min(first + step, length))
+            pair = (left[:, part], right[:, part] if contracted else right[part])
+            total += jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
+        return total
 
 
-def _dot(left: Any, right: Any, contracted: tuple[int, int]) -> Any:
-    """The product of two matrices over one dimension of each; f32."""
-    import jax
+def _compressed(states: np.ndarray) -> Steps:
+    """The tiles that are not closed, and one for every block of queries, whose result is due."""
+    states = states.copy()
+    states[~states.any(axis=1), 0] = MIXED
+    visited = np.argwhere(states != CLOSED).astype(np.int32)
+    kinds = states[states != CLOSED].astype(np.int32)
+    return Steps(
+        count=len(visited),
+        query=visited[:, 0],
+        key=visited[None, :, 1],
+        state=kinds[None],
+        kinds=frozenset(kinds.tolist()),
+    )
+
+
+def _interval(x: Any) -> Fact:
+    """What is known of an extra's integers, over all it varies over."""
     import jax.numpy as jnp
 
-    dims = (((contracted[0],), (contracted[1],)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+    if x.dtype != jnp.int32 or (x.shape[3] > 1 and x.shape[4] > 1):
+        return None
+    return Range(jnp.min(x), jnp.max(x))
+
+
+def _entry(table: Any, b: Any, t: Any) -> Any:
+    """The place in a flattened table `[sequences or 1, count]`."""
+    return b * table.shape[1] + t if table.shape[0] > 1 else t
+
+
+def _exp_difference(a: Any, b: Any) -> Any:
+    """exp(a - b), 1 where both are the same, infinite or not."""
+    import jax.numpy as jnp
+
+    return jnp.where(a == b, 1.0, jnp.exp(a - b))
+
+
+def _across(x: Any, shape: tuple[int, ...]) -> Any:
+    """`[rows, 128]` with equal lanes as `[rows, n]`."""
+    import jax.numpy as jnp
+
+    width = shape[1]
+    if width <= LANES:
+        return x[:, :width]
+    if width % LANES:
+        return jnp.broadcast_to(x[:, :1], shape)
+    return jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def _by_lane(p: Any) -> Any:
+    """Sums of `[rows, n]` by lane, `[rows, 128]`."""
+    import jax.numpy as jnp
+
+    if p.shape[1] % LANES:
+        p = jnp.pad(p, ((0, 0), (0, -p.shape[1] % LANES)))
+    parts = [p[:, n : n + LANES] for n in range(0, p.shape[1], LANES)]
+    while len(parts) > 1:
+        parts = [sum(parts[n : n + 2]) for n in range(0, len(parts), 2)]
+    return parts[0]

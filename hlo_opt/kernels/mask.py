@@ -246,6 +246,8 @@ def _convert(op: ir.Operation, operands: list[Fact]) -> Fact:
     before, after = element_type(op.operands[0]), element_type(op.results[0])
     if isinstance(a, Logit):
         return a if isinstance(after, ir.FloatType) else None
+    if a is None and isinstance(before, ir.IntegerType) and before.width == 1:
+        a = Truth(False, False)
     if isinstance(a, Truth):
         where = _numpy((a.yes, a.no)).where
         if isinstance(after, ir.IntegerType) and after.width == 1:
@@ -316,12 +318,8 @@ def _select(op: ir.Operation, operands: list[Fact]) -> Fact:
     if isinstance(yes, Range) and isinstance(no, Range):
         where = _numpy((predicate.yes, predicate.no, yes.low, no.low, yes.high, no.high)).where
         return Range(
-            where(
-                predicate.yes, yes.low, where(predicate.no, no.low, _least(yes.low, no.low))
-            ),
-            where(
-                predicate.yes, yes.high, where(predicate.no, no.high, _most(yes.high, no.high))
-            ),
+            where(predicate.yes, yes.low, where(predicate.no, no.low, _least(yes.low, no.low))),
+            where(predicate.yes, yes.high, where(predicate.no, no.high, _most(yes.high, no.high))),
         )
     return None
 
@@ -423,9 +421,10 @@ def analyse_tiles(
     ]
     values, result = facts(function, arguments)
     shape = tiling.shape
-    closed = result.closed if isinstance(result, Logit) else False
+    closed = result.closed if isinstance(result, Logit) and _is_ungated(function) else False
     gates = _gates(function, [fact is not None for fact in arguments])
-    known, scale = _harmless(function, arguments, gates)
+    plain = [Logit(False, 1.0), *[None] * len(extras), *arguments[-4:]]
+    known, scale = _harmless(function, plain, gates)
     xp = _numpy((closed,))
     states = xp.where(xp.broadcast_to(closed, shape), CLOSED, MIXED)
     if known is None:
@@ -437,6 +436,18 @@ def analyse_tiles(
         is_open = _both(is_open, truth.yes if value else truth.no)
     xp = _numpy((states, is_open))
     return Analysis(xp.where(xp.logical_and(states != CLOSED, is_open), OPEN, states), known, scale)
+
+
+def _is_ungated(function: ir.Operation) -> bool:
+    """Whether no condition depends on the logit: masks are the same whatever the logits are."""
+    block = function.regions[0].blocks[0]
+    dependent = {block.arguments[0]}
+    for op in block.operations:
+        if op.operation.name != "func.return" and any(o in dependent for o in op.operands):
+            dependent.add(op.results[0])
+            if not isinstance(element_type(op.results[0]), ir.FloatType):
+                return False
+    return True
 
 
 def _gates(function: ir.Operation, followed: Sequence[bool]) -> list[ir.Value]:
