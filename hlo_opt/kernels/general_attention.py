@@ -362,17 +362,17 @@ class Program:
         first_here = (t == 0) | (query[jnp.maximum(t - 1, 0)] != i)
         last_here = (t == last) | (query[jnp.minimum(t + 1, last)] != i)
         heads, positions = self._positions(h, i)
+        rows = (jnp.full((1, 1, 1), b, jnp.int32), heads, positions)
 
         @pl.when(first_here)
         def _() -> None:
-            self._start(tiles, (b, heads, positions, jnp.int32(0)), scratch)
+            self._start(tiles, (*rows, jnp.zeros((1, 1, 1), jnp.int32)), scratch)
 
         for one in sorted(steps.kinds):
 
             @pl.when(kind == one)
             def _(one: int = one) -> None:
-                keys = (b, heads, positions, self._keys(j))
-                self._attend(one == OPEN, keys, q, k, v, tiles, scratch)
+                self._attend(one == OPEN, (*rows, self._keys(j)), q, k, v, tiles, scratch)
 
         @pl.when(last_here)
         def _() -> None:
@@ -389,9 +389,14 @@ class Program:
                 out[0, 0] = result.reshape(out.shape[2:]).astype(out.dtype)
 
     def _positions(self, h: Any, i: Any) -> tuple[Any, Any]:
-        """Head and query indices of a block's rows, which broadcast to `[groups, block_q, 1]`."""
+        """Head and query indices of a block's rows, which broadcast to `[groups, block_q, 1]`.
+
+        None is a scalar: Mosaic has less arithmetic for scalars than for vectors.
+        """
         import jax
         import jax.numpy as jnp
+
+        h = jnp.full((1, 1, 1), h, jnp.int32)
 
         row = jax.lax.broadcasted_iota(jnp.int32, (1, self.block_q, 1), 1)
         if not self.flat:
@@ -400,7 +405,7 @@ class Program:
         if self.group == 1:
             return h, row
         if self.queries == 1:
-            return h * self.group + row, jnp.int32(0)
+            return h * self.group + row, jnp.zeros((1, 1, 1), jnp.int32)
         size = jnp.int32(self.queries)
         return h * self.group + jax.lax.div(row, size), jax.lax.rem(row, size)
 
