@@ -233,7 +233,7 @@ def _sign(op: ir.Operation, operands: list[Fact]) -> Fact:
 
 def _extreme(choose: Callable[..., Any]) -> Callable[[ir.Operation, list[Fact]], Fact]:
     def rule(op: ir.Operation, operands: list[Fact]) -> Fact:
-        if all(isinstance(o, Range) for o in operands):
+        if all(isinstance(o, Range) for o in operands) and _exact(op):
             ranges = [o for o in operands if isinstance(o, Range)]
             return Range(choose(*(r.low for r in ranges)), choose(*(r.high for r in ranges)))
         return None
@@ -291,6 +291,16 @@ def _or(op: ir.Operation, operands: list[Fact]) -> Fact:
     if not _is_bool(op):
         return None
     return Truth(_either(a.yes, b.yes), _both(a.no, b.no))
+
+
+def _xor(op: ir.Operation, operands: list[Fact]) -> Fact:
+    a, b = operands
+    if not isinstance(a, Truth) or not isinstance(b, Truth):
+        return None
+    return Truth(
+        _either(_both(a.yes, b.no), _both(a.no, b.yes)),
+        _either(_both(a.yes, b.yes), _both(a.no, b.no)),
+    )
 
 
 def _not(op: ir.Operation, operands: list[Fact]) -> Fact:
@@ -352,6 +362,7 @@ _RULES: dict[str, Callable[[ir.Operation, list[Fact]], Fact]] = {
     "stablehlo.select": _select,
     "stablehlo.sign": _sign,
     "stablehlo.subtract": _subtract,
+    "stablehlo.xor": _xor,
 }
 
 
@@ -432,8 +443,8 @@ def analyse_tiles(
     is_open: Any = True
     for gate, value in known.items():
         truth = values[gate]
-        assert isinstance(truth, Truth)
-        is_open = _both(is_open, truth.yes if value else truth.no)
+        sure = (truth.yes if value else truth.no) if isinstance(truth, Truth) else False
+        is_open = _both(is_open, sure)
     xp = _numpy((states, is_open))
     return Analysis(xp.where(xp.logical_and(states != CLOSED, is_open), OPEN, states), known, scale)
 
