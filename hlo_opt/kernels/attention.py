@@ -319,8 +319,11 @@ def probs_reasons(spec: AttentionSpec, guards: bool = False) -> Iterator[str]:
     if not is_homogeneous(probs.function):
         yield "the function applied to the probabilities is not a multiple of them"
     form = spec.form
-    finite = isinstance(form, Linear) and not form.bias
-    finite = finite and all(mask.value > -math.inf for mask in form.masks)
+    finite = (
+        isinstance(form, Linear)
+        and not form.bias
+        and all(mask.value > -math.inf for mask in form.masks)
+    )
     if not finite and not (guards and is_homogeneous(probs.function, guards_only=True)):
         # Softmax of -inf alone is NaN, of which a guard makes zero.
         yield "a function is applied to probabilities that may be NaN"

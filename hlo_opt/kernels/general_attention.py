@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,11 @@ class GeneralAttention(AttentionKernel):
     name = "Pallas general attention"
     rank = 5
 
+    def precision(self, spec: AttentionSpec) -> str:
+        return "highest" if _in_f16(spec) else super().precision(spec)
+
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
-        yield from common_reasons(spec)
+        yield from common_reasons(_widened(spec))
         for extra in spec.extras:
             if extra.dtype.name not in EXTRA_TYPES:
                 yield f"a mask or bias computed in {extra.dtype}"
@@ -68,7 +71,21 @@ class GeneralAttention(AttentionKernel):
         return [Candidate(f"{self.name}, blocks q={q}, k={k}", config)]
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
-        return Program(spec, **dict(candidate.config)).run
+        return Program(_widened(spec), **dict(candidate.config)).run
+
+
+def _in_f16(spec: AttentionSpec) -> bool:
+    return "f16" in (spec.qk_type, spec.probs_type)
+
+
+def _widened(spec: AttentionSpec) -> AttentionSpec:
+    """With matmuls in f32 instead of f16, which Mosaic does not have; all of f16 fits f32."""
+    wide = {"f16": "f32"}
+    return replace(
+        spec,
+        qk_type=wide.get(spec.qk_type, spec.qk_type),
+        probs_type=wide.get(spec.probs_type, spec.probs_type),
+    )
 
 
 def _blocks(spec: AttentionSpec, target: Target) -> tuple[int, int]:
@@ -155,7 +172,7 @@ class Program:
             [self._tile(x) for x in arranged],
         )
         if not spec.statistics:
-            return restore(out, spec)
+            return restore(out.astype(spec.result.dtype), spec)
         top, total = statistics
         kept = top.astype(spec.statistics[0][1].dtype)
         # Both sums are relative to the maximum as it is returned, which may be rounded.
@@ -246,13 +263,15 @@ class Program:
             head = jnp.arange(self.heads * self.group, dtype=jnp.int32)
             head = head.reshape(1, self.heads, self.group, 1, 1)
             value = self.score(jnp.float32(0), *places, batch, head, query, key)
-            opened = jnp.broadcast_to(value > 0.5 * FAR_BELOW, (*value.shape[:3], *key.shape))
+            shape = jnp.broadcast_shapes(value.shape, (1, 1, 1, *key.shape))
+            opened = jnp.broadcast_to(value > 0.5 * FAR_BELOW, shape)
             return jnp.all(jnp.any(opened, axis=-1), axis=(1, 2))
 
-        if extras:
+        arguments = list(self.score.function.regions[0].blocks[0].arguments)
+        if any(list(argument.uses) for argument in arguments[1:-4]):
             return seen(*extras)
         with jax.ensure_compile_time_eval():
-            return np.asarray(seen())
+            return np.asarray(seen(*[jnp.zeros((1,) * 5)] * len(extras)))
 
     def _dynamic_steps(
         self, states: Any, extras: Sequence[Any], kinds: frozenset[int], seen: Any = None
@@ -303,7 +322,8 @@ class Program:
 
         depth, value_depth = self.spec.size("depth"), self.spec.size("value_depth")
         statistics = bool(self.spec.statistics)
-        out_type = jnp.float32 if statistics else self.spec.result.dtype
+        wide = statistics or self.spec.result.dtype == np.float16  # which Mosaic lacks
+        out_type = jnp.float32 if wide else self.spec.result.dtype
         outs = [(value_depth, out_type), *[(1, jnp.float32)] * (2 * statistics)]
         statistic = (self.rows, LANES)
         scratch = [statistic, statistic, (self.rows, value_depth), *[statistic] * self.guarded]
@@ -381,10 +401,8 @@ class Program:
             if self.guarded:
                 count = jnp.sum(unguarded[0][...], axis=1, keepdims=True)
                 whole = jnp.where(count == 0, 1.0, whole)
-            if self.spec.statistics:
-                results = [acc[...], top[:, :1], whole]
-            else:
-                results = [acc[...] / whole]
+            sums = [acc[...], top[:, :1], whole]
+            results = sums if self.spec.statistics else [acc[...] / whole]
             for out, result in zip(outs, results, strict=True):
                 out[0, 0] = result.reshape(out.shape[2:]).astype(out.dtype)
 

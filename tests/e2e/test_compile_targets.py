@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,6 +71,7 @@ def operands(s: int, d: int, dtype: Any, masked: bool) -> list[jax.ShapeDtypeStr
 @pytest.mark.parametrize(
     ("kernel", "masked"), [("splash", False), ("flash", False), ("flash", True)]
 )
+@pytest.mark.usefixtures("library_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("s", "d"), [(1024, 64), (8192, 128), (1024, 256)])
 def test_kernels_fit(
@@ -103,6 +105,7 @@ def banded(window: int | None, scale: float) -> Callable[..., jax.Array]:
     return fn
 
 
+@pytest.mark.usefixtures("library_kernels")
 @pytest.mark.parametrize("target", ["v4", "v5e", "v6e", "tpu7x"])
 @pytest.mark.parametrize(
     ("s", "d", "value_d", "dtype", "window", "precision"),
@@ -209,3 +212,113 @@ def test_partitioned_modules_compile_with_their_number_of_devices() -> None:
     odd = hlo_ir.parse(text.replace("num_partitions = 1", "num_partitions = 7"))
     with pytest.raises(HloOptError, match="no topology with 7 devices"):
         compile_module(odd, "v5e")
+
+
+def general(
+    mask: Callable[..., Any], score: Callable[..., Any] = lambda x, *_: x
+) -> Callable[..., jax.Array]:
+    """Attention `[batch, head, position, depth]`; functions get `query, key, *extras`."""
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array, *extras: jax.Array) -> jax.Array:
+        b, h, s, d = q.shape
+        rows, columns = jnp.arange(s)[:, None], jnp.arange(k.shape[2])[None]
+        q = q.reshape(b, k.shape[1], -1, s, d)
+        x = jnp.einsum("bkgqd,bksd->bkgqs", q, k, preferred_element_type=jnp.float32) * d**-0.5
+        x = jnp.where(mask(rows, columns, *extras), score(x, rows, columns, *extras), -1e30)
+        p = jax.nn.softmax(x, axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgqs,bksd->bkgqd", p, v).reshape(b, h, s, v.shape[-1])
+
+    return fn
+
+
+def operands_of(
+    q: tuple[int, ...],
+    k: int,
+    heads: int,
+    dv: int,
+    dtype: Any,
+    *extras: tuple[tuple[int, ...], Any],
+) -> list[jax.ShapeDtypeStruct]:
+    b, _, _, d = q
+    sizes = [(q, dtype), ((b, heads, k, d), dtype), ((b, heads, k, dv), dtype), *extras]
+    return [jax.ShapeDtypeStruct(shape, type_) for shape, type_ in sizes]
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+GENERAL: dict[str, tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]] = {
+    "f32 of any size": (
+        general(lambda q, k: q + 7 >= k),
+        operands_of((2, 4, 1500, 80), 1507, 2, 96, F32),
+    ),
+    "deep f32": (general(lambda q, k: q >= k), operands_of((1, 8, 2048, 256), 2048, 2, 256, F32)),
+    "latent": (general(lambda q, k: q >= k), operands_of((1, 8, 2048, 192), 2048, 8, 128, BF16)),
+    "f16": (general(lambda q, k: q >= k), operands_of((1, 4, 512, 64), 512, 4, 64, jnp.float16)),
+    "many queries a head": (
+        general(lambda q, k: q >= k),
+        operands_of((1, 71, 2048, 64), 2048, 1, 64, BF16),
+    ),
+    "few queries": (general(lambda q, k: q >= k), operands_of((2, 8, 5, 128), 3000, 2, 128, BF16)),
+    "one query": (general(lambda q, k: k >= 0), operands_of((2, 8, 1, 64), 300, 2, 64, F32)),
+    "soft cap, window, bias": (
+        general(
+            lambda q, k, _: (q >= k) & (q - k < 700),
+            lambda x, q, k, b: 30 * jnp.tanh(x / 30) + b[:, :, None, None] * (k - q),
+        ),
+        operands_of((1, 8, 3072, 128), 3072, 2, 128, BF16, ((2, 4), F32)),
+    ),
+    "mask and segments": (
+        general(
+            lambda q, k, m, s: (
+                m[:, None, None] & (s[:, None, None, :, None] == s[:, None, None, None])
+            )
+        ),
+        operands_of(
+            (2, 4, 1280, 64),
+            1280,
+            4,
+            64,
+            BF16,
+            ((2, 1280, 1280), jnp.bool_),
+            ((2, 1280), jnp.int32),
+        ),
+    ),
+    "table": (
+        general(lambda q, k, _: q >= k, lambda x, q, k, b: x + b),
+        operands_of((1, 4, 2100, 64), 2100, 4, 64, F32, ((4, 1, 2100, 2100), F32)),
+    ),
+    "traced length": (
+        general(lambda q, k, n: k <= q + n),
+        operands_of((1, 4, 512, 128), 4096, 4, 128, BF16, ((), jnp.int32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("target", TPU_NAMES)
+@pytest.mark.parametrize("name", GENERAL)
+def test_general_attention_fits(name: str, target: str) -> None:
+    fn, args = GENERAL[name]
+    lowered = hlo_opt.jit(fn, target=target).lower(*args)
+    assert "pallas_general_attention" in lowered.as_text()
+    assert lowered.compile().report.kernels == 1
+
+
+@pytest.mark.parametrize("target", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("s", [1024, 8192, 32768])
+def test_long_sequences_need_no_logits_in_hbm(s: int, target: str) -> None:
+    """Nor is q, k or v transposed or copied around the kernel."""
+    args = operands_of((1, 32, s, 128), s, 8, 128, BF16)
+    module = hlo_ir.parse(
+        jax.jit(general(lambda q, k: q >= k))
+        .trace(*args)
+        .lower(lowering_platforms=("tpu",))
+        .as_text()
+    )
+    after = compile_module(hlo_opt.apply(module, target=target).module, target, keep_hlo=True)
+    assert after.kernels == 1
+    assert after.temporary_bytes < s * s
+    moved = [
+        line
+        for line in after.hlo.splitlines()
+        if re.search(rf"= bf16\[[\d,]*{s},128\]\S* (copy|transpose|fusion)\(", line)
+    ]
+    assert not moved

@@ -83,9 +83,9 @@ def raised(fn: Callable[..., Any], *args: Any, **options: Any) -> tuple[list[str
     return found, [r.message for r in said]
 
 
-def check_f32(report: Report) -> None:
+def check_f32(report: Report, kernels: int = 1) -> None:
     """The rule for RMS errors; the largest of few errors of a unit in the last place is luck."""
-    assert report.kernels == 1
+    assert report.kernels == kernels
     for out in report.outputs:
         assert not out.problem
         assert out.after_rms <= FACTOR * out.before_rms + out.ulp
@@ -383,7 +383,8 @@ def test_two_attentions_over_one_update() -> None:
     inputs = [*arrays(shapes(dtype="float32")), np.int32(7)]
     found, _ = raised(fn, *inputs)
     assert sorted(found) == ["attention", "decode_attention"]
-    check_f32(verify_pipeline(lowered(fn, *inputs), "inference", "v5e", inputs=inputs))
+    report = verify_pipeline(lowered(fn, *inputs), "inference", "v5e", inputs=inputs)
+    check_f32(report, kernels=2)
 
 
 def test_a_cache_that_is_not_donated_costs_a_copy() -> None:
@@ -471,7 +472,8 @@ def test_numbers_of_masks_and_scores(name: str) -> None:
         else:
             assert report.outputs[0].problem == "no finite value to compare"
         kernels = report.kernels
-    assert kernels == (0 if name.startswith("soft cap") or name == "guard and -inf" else 1)
+    # A soft cap hides the mask: it is no decode attention, but an attention.
+    assert kernels == (0 if name == "guard and -inf" else 1)
 
 
 def run(module: ir.Module, inputs: list[Any]) -> list[np.ndarray]:

@@ -24,7 +24,7 @@ B, S, H, K, D = 1, 256, 4, 2, 64
 
 
 @pytest.fixture(autouse=True)
-def flash_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_only(monkeypatch: pytest.MonkeyPatch, library_kernels: None) -> None:
     monkeypatch.setattr(SplashAttention, "supports", lambda *_: No("not tested here"))
 
 

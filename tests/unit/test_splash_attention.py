@@ -23,6 +23,8 @@ from hlo_opt.patterns.score import AtLeast, Linear, Mask
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.verify import compare, verify_pipeline
 
+pytestmark = pytest.mark.usefixtures("library_kernels")
+
 S, D = 256, 64
 SPLASH = "lowered: Pallas splash attention"
 FLASH = "lowered: Pallas flash attention"
@@ -94,9 +96,13 @@ def label(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
     return remark.split(", blocks")[0]
 
 
-def test_splash_is_tried_before_flash() -> None:
+def test_the_order_of_kernels() -> None:
     names = [kernel.name for kernel in kernels_for("hlo_opt.attention")]
-    assert names == ["Pallas splash attention", "Pallas flash attention"]
+    assert names == [
+        "Pallas general attention",
+        "Pallas splash attention",
+        "Pallas flash attention",
+    ]
 
 
 MASKS: list[tuple[Callable[[Any, Any], Any], ...]] = [

@@ -200,7 +200,7 @@ def test_partitioned_modules_are_not_run() -> None:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def plant(monkeypatch: pytest.MonkeyPatch, library_kernels: None) -> Iterator[Callable[..., None]]:
     build = FlashAttention.build
     monkeypatch.setattr(SplashAttention, "supports", lambda *_: No("not tested here"))
 
