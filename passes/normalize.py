@@ -194,6 +194,43 @@ def maximum_with_lowest(op: ir.Operation) -> ir.Value | None:
     return next((other for other, number in _commuted(op) if number == float("-inf")), None)
 
 
+def outer_product(op: ir.Operation) -> ir.Value | None:
+    """A `dot_general` that sums nothing is a product of broadcasts, without a dot's rounding."""
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    result = op.results[0]
+    if list(numbers.lhs_contracting_dimensions) or not _is_static(result):
+        return None
+    if not all(_is_static(o) and _is_number(o) for o in (*op.operands, result)):
+        return None
+    batch = len(list(numbers.lhs_batching_dimensions))
+    place = batch  # of the next free dimension in the result
+    factors = []
+    for operand, batching in zip(
+        op.operands,
+        (list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)),
+        strict=True,
+    ):
+        dims = []
+        for dim in range(ir.RankedTensorType(operand.type).rank):
+            if dim in batching:
+                dims.append(batching.index(dim))
+            else:
+                dims.append(place)
+                place += 1
+        shape = ir.RankedTensorType(operand.type).shape
+        converted = stablehlo.convert(ir.RankedTensorType.get(shape, element_type(result)), operand)
+        # `broadcast_in_dim` takes its dimensions in any order.
+        factors.append(stablehlo.broadcast_in_dim(result.type, converted, dims))
+    return stablehlo.multiply(*factors)
+
+
+def _is_number(value: ir.Value) -> bool:
+    type_ = element_type(value)
+    if isinstance(type_, ir.FloatType):
+        return type_.width >= 16
+    return isinstance(type_, ir.IntegerType) and type_.width > 1
+
+
 REWRITES: list[tuple[str, Rewrite]] = [
     ("stablehlo.broadcast_in_dim", broadcast_of_splat),
     ("stablehlo.broadcast_in_dim", same_type),
@@ -208,6 +245,7 @@ REWRITES: list[tuple[str, Rewrite]] = [
     ("stablehlo.or", and_or_with_splat),
     ("stablehlo.not", not_of_splat),
     ("stablehlo.select", select_of_splat),
+    ("stablehlo.dot_general", outer_product),
     ("stablehlo.multiply", times_one),
     ("stablehlo.maximum", maximum_with_lowest),
 ]

@@ -78,7 +78,7 @@ def _updates(attention: Attention) -> list[ir.Operation]:
 
 def _outline(outliner: Outliner, match: DecodeAttention) -> ir.Operation:
     attributes = attention_attributes(outliner, match.attention)
-    results = [match.attention.result, match.keys.result, match.values.result]
+    results = [match.attention.results[0], match.keys.result, match.values.result]
     composite = outliner.composite(
         "hlo_opt.decode_attention", match.ops, match.operands, results, attributes
     )

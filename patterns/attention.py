@@ -9,6 +9,7 @@ repeated heads and masks are immaterial: dimensions are tracked as symbolic indi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxlib.mlir import ir
@@ -16,6 +17,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from hlo_opt.ir.index import (
     LAYOUT_OPS,
+    ZERO,
     DynamicShape,
     Index,
     Opaque,
@@ -36,7 +38,7 @@ from hlo_opt.ir.scalar import (
     is_whole,
     nodes,
 )
-from hlo_opt.ir.walk import defining_op, element_type, ops_between
+from hlo_opt.ir.walk import defining_op, element_type, ops_between, splat
 from hlo_opt.patterns.softmax import Refusal, Softmax
 
 PRODUCT = "*"
@@ -74,6 +76,9 @@ class Attention:
       extras: operands of `score` and `probs` besides the logit, with the nodes they stand for.
       probabilities: the second matmul's operand that the softmax reaches.
       first, second: the two `dot_general` ops.
+      last: the op that gives the result: `second`, or a division after it.
+      statistics: the row maximum and the sum, where they are results, too.
+      sink: one more logit of every row.
       ops: all ops computed inside, in block order.
     """
 
@@ -92,11 +97,14 @@ class Attention:
     out_dims: tuple[str, ...]
     first: ir.Operation
     second: ir.Operation
+    last: ir.Operation
+    statistics: tuple[Operand, ...]
+    sink: Captured | None
     ops: tuple[ir.Operation, ...]
 
     @property
-    def result(self) -> ir.Value:
-        return self.second.results[0]
+    def results(self) -> tuple[ir.Value, ...]:
+        return (self.last.results[0], *(operand.value for operand in self.statistics))
 
 
 class _No(Exception):
@@ -117,10 +125,32 @@ def match_attention(softmax: Softmax) -> Attention | Refusal | None:
     second = _second_matmul(softmax)
     if second is None:
         return None
+    op, side = second
     try:
-        return _refined(_Matcher(softmax, *second))
+        if softmax.total is not None:
+            for division in _divisions(op.results[0]):
+                match = _refined(_Matcher(softmax, op, side, division))
+                if isinstance(match, Attention):
+                    return match
+            if softmax.maximum is None:
+                return None
+        return _refined(_Matcher(softmax, op, side))
     except DynamicShape:
-        return Refusal("a shape is dynamic", second[0])
+        return Refusal("a shape is dynamic", op)
+
+
+def _divisions(value: ir.Value) -> Iterator[tuple[ir.Operation, int]]:
+    """Divisions and products that a matmul's result reaches, and as which operand."""
+    pending, seen = [value], 0
+    while pending and (seen := seen + 1) < 16:
+        for use in pending.pop().uses:
+            op = use.owner.operation
+            if op.name in LAYOUT_OPS or op.name == "stablehlo.convert":
+                pending.append(op.results[0])
+            elif op.name == "stablehlo.multiply":
+                yield op, use.operand_number
+            elif op.name == "stablehlo.divide" and use.operand_number == 0:
+                yield op, 0
 
 
 def _refined(matcher: _Matcher) -> Attention | Refusal:
@@ -190,24 +220,30 @@ class _Dot:
 class _Matcher:
     """One attempt: steps from the second matmul back to q, k and v. Restarted after a `Split`."""
 
-    def __init__(self, softmax: Softmax, second: ir.Operation, side: int) -> None:
+    def __init__(
+        self,
+        softmax: Softmax,
+        second: ir.Operation,
+        side: int,
+        division: tuple[ir.Operation, int] | None = None,
+    ) -> None:
         self.softmax = softmax
         self.second = second
         self.side = side
+        self.last, self.numerator = division or (second, -1)
         self.space = Space()
         self.dot = _Dot.of(second)
         self.block = second.block
         # Initial indices: made once, refined after splits.
-        self.p_index = [self.space.new(s) for s in shape_of(second.operands[side])]
-        self.v_free = [self.space.new(shape_of(second.operands[1 - side])[d]) for d in self._vf]
+        self.r_index = [self.space.new(s) for s in shape_of(self.last.results[0])]
+        shape = shape_of(second.operands[side])
+        self.contracted = [self.space.new(shape[d]) for d in self.dot.contract[side]]
         self.depth: dict[ir.Operation, list[Index]] = {}
-
-    @property
-    def _vf(self) -> tuple[int, ...]:
-        return self.dot.free[1 - self.side]
+        self.p_index: list[Index] = []
+        self.v_free: list[Index] = []
 
     def run(self) -> Attention:
-        p_index = [self.space.refine(i) for i in self.p_index]
+        p_index = self._p_index()
         key = self._key(p_index)
         scalarizer = Scalarizer(self.space, self.block, [self.softmax.result])
         probs, x_index = self._probabilities(scalarizer, p_index, key)
@@ -215,13 +251,18 @@ class _Matcher:
         if probs is not None:
             self._refuse_dropout(probs, score_expr, key)
         logit = self._logit(score_expr, key)
+        self._check_division(x_index)
         q_index, k_index, first, k_side = self._first_matmul(logit, key)
         q = self._peel(first.operands[1 - k_side], q_index)
         k = self._peel(first.operands[k_side], k_index)
         v = self._peel(self.second.operands[1 - self.side], self._v_index(p_index))
         names = self._roles(q, k, v, key, first, score_expr)
         score = Captured(score_expr, logit)
-        extra_nodes = self._extras(score, probs)
+        row = tuple(ZERO if d == self.softmax.axis else i for d, i in enumerate(x_index))
+        sink = None
+        if self.softmax.sink is not None:
+            sink = Captured(scalarizer.at(self.softmax.sink, row), logit)
+        extra_nodes = self._extras(score, probs, sink)
         extras = tuple(
             Operand(node.value, self._dims(node.index, names, self.second)) for node in extra_nodes
         )
@@ -229,8 +270,18 @@ class _Matcher:
             Operand(element.value, self._dims(element.index, names, self.second))
             for element in (q, k, v)
         )
-        ops = self._inside([o.value for o in (q_operand, k_operand, v_operand, *extras)])
-        self._check_uses(ops, first)
+        row = tuple(i for d, i in enumerate(x_index) if d != self.softmax.axis)
+        statistics = tuple(
+            Operand(value, self._dims(row, names, self.second))
+            for value in (self.softmax.maximum, self.softmax.total)
+            if value is not None and self.softmax.total is not None and self.last == self.second
+        )
+        if statistics and probs is not None:
+            raise _No("a function is applied to exponentials that are not normalised", self.second)
+        ops = self._inside(
+            [o.value for o in (q_operand, k_operand, v_operand, *extras)], statistics
+        )
+        self._check_uses(ops, first, statistics)
         self._check_types(first)
         return Attention(
             softmax=self.softmax,
@@ -245,11 +296,66 @@ class _Matcher:
             score=score,
             probs=probs,
             probabilities=self.second.operands[self.side],
-            out_dims=self._dims(self._out_index(p_index), names, self.second),
+            out_dims=self._dims(self._refined(self.r_index), names, self.second),
             first=first,
             second=self.second,
+            last=self.last,
+            statistics=statistics,
+            sink=sink,
             ops=ops,
         )
+
+    def _refined(self, index: list[Index]) -> list[Index]:
+        return [self.space.refine(i) for i in index]
+
+    def _p_index(self) -> list[Index]:
+        """The probabilities' index at the second matmul, from the index of the result."""
+        index = self._refined(self.r_index)
+        if self.last != self.second:
+            value, index = self._through(self.last.operands[self.numerator], index)
+            if value != self.second.results[0]:
+                raise _No("the matmul's result does not reach a division", self.last)
+            if not is_whole(Element(value, tuple(index)), self.space):
+                raise _No("a part of the matmul's result is divided", self.last)
+        batch = [index.pop(0) for _ in self.dot.batch[0]]
+        count = len(self.dot.free[0])
+        free = [index[:count], index[count:]]
+        self.v_free = free[1 - self.side]
+        self.p_index = self.dot.index(
+            self.side, batch, free[self.side], self._refined(self.contracted)
+        )
+        return self.p_index
+
+    def _through(self, value: ir.Value, index: list[Index]) -> tuple[ir.Value, list[Index]]:
+        """Where an element comes from, through layout ops and conversions between floats."""
+        while (op := defining_op(value)) is not None and op.block == self.block:
+            if op.name in LAYOUT_OPS:
+                try:
+                    index = pull_back(op, index, self.space)
+                except Opaque:
+                    break
+            elif op.name != "stablehlo.convert" or not isinstance(
+                element_type(op.operands[0]), ir.FloatType
+            ):
+                break
+            value = op.operands[0]
+        return value, index
+
+    def _check_division(self, x_index: tuple[Index, ...]) -> None:
+        """What the result is divided by must be the sum of this row's exponentials."""
+        if self.last == self.second:
+            return
+        value, index = self._through(
+            self.last.operands[1 - self.numerator], self._refined(self.r_index)
+        )
+        if self.last.name == "stablehlo.multiply":
+            op = defining_op(value)
+            if op is None or op.name != "stablehlo.divide" or splat(op.operands[0]) != 1:
+                raise _No("the matmul's result is not divided by the sum", self.last)
+            value, index = self._through(op.operands[1], index)
+        row = [i for d, i in enumerate(x_index) if d != self.softmax.axis]
+        if value != self.softmax.total or index != row:
+            raise _No("the matmul's result is not divided by the sum", self.last)
 
     def _key(self, p_index: list[Index]) -> int:
         """The atom of the contracted dimension; it must be the softmax axis."""
@@ -331,18 +437,9 @@ class _Matcher:
         return self.dot.index(
             1 - self.side,
             batch=[p_index[d] for d in self.dot.batch[self.side]],
-            free=[self.space.refine(i) for i in self.v_free],
+            free=self.v_free,
             contract=[p_index[d] for d in self.dot.contract[self.side]],
         )
-
-    def _out_index(self, p_index: list[Index]) -> list[Index]:
-        p_free = [p_index[d] for d in self.dot.free[self.side]]
-        v_free = [self.space.refine(i) for i in self.v_free]
-        return [
-            *(p_index[d] for d in self.dot.batch[self.side]),
-            *(p_free if self.side == 0 else v_free),
-            *(v_free if self.side == 0 else p_free),
-        ]
 
     def _peel(self, value: ir.Value, index: list[Index]) -> Element:
         """Follows an operand back through layout ops and upcasts to where it is smallest.
@@ -476,18 +573,25 @@ class _Matcher:
         single = ("kv_head", "group", "query", "key")
         return {"batch": batch, **{n: (names[n],) for n in single if n in names}}
 
-    def _extras(self, score: Captured, probs: Captured | None) -> tuple[Element | Apply, ...]:
+    def _extras(self, *functions: Captured | None) -> tuple[Element | Apply, ...]:
         found: dict[Element | Apply, None] = {}
-        for captured in filter(None, (score, probs)):
+        for captured in filter(None, functions):
             chosen = choose_extras(captured.expr, captured.inner.value, self.space)
             if chosen is None:
                 raise _No("a mask or bias is indexed in a way that is not understood", self.second)
             found.update(dict.fromkeys(chosen))
         return tuple(found)
 
-    def _inside(self, boundary: list[ir.Value]) -> tuple[ir.Operation, ...]:
-        """All ops between the operands and the result."""
-        ops = ops_between(self.second, boundary)
+    def _inside(
+        self, boundary: list[ir.Value], statistics: tuple[Operand, ...]
+    ) -> tuple[ir.Operation, ...]:
+        """All ops between the operands and the results."""
+        found = dict.fromkeys(ops_between(self.last, boundary))
+        for statistic in statistics:
+            op = defining_op(statistic.value)
+            assert op is not None
+            found.update(dict.fromkeys(ops_between(op, boundary)))
+        ops = tuple(found)
         known = {*boundary, *(result for op in ops for result in op.results)}
         for op in ops:
             here = op.block == self.block or op.name in ("stablehlo.constant", "stablehlo.iota")
@@ -497,12 +601,19 @@ class _Matcher:
                 raise _No("a value enters in a way that is not understood", op)
         return ops
 
-    def _check_uses(self, ops: tuple[ir.Operation, ...], first: ir.Operation) -> None:
+    def _check_uses(
+        self,
+        ops: tuple[ir.Operation, ...],
+        first: ir.Operation,
+        statistics: tuple[Operand, ...],
+    ) -> None:
         """What depends on the logits must not be used outside."""
         inside = set(ops)
         dependent = {first}
+        results = {self.last.results[0], *(s.value for s in statistics)}
         for op in ops:
-            if op == self.second:
+            if op.results[0] in results or self._is_layout_of(op, results):
+                dependent.add(op)
                 continue
             if op in dependent or any(defining_op(o) in dependent for o in op.operands):
                 dependent.add(op)
@@ -514,6 +625,14 @@ class _Matcher:
                             else "an intermediate result is"
                         )
                         raise _No(f"{what} also used elsewhere", use.owner.operation)
+
+    def _is_layout_of(self, op: ir.Operation | None, results: set[ir.Value]) -> bool:
+        """Whether an op only lays out a statistic, so that it can be done again outside."""
+        while op is not None and (op.name in LAYOUT_OPS or op.name == "stablehlo.convert"):
+            if op.operands[0] in results:
+                return True
+            op = defining_op(op.operands[0])
+        return False
 
     def _check_types(self, first: ir.Operation) -> None:
         for value in (first.results[0], self.softmax.exponential, self.second.results[0]):
@@ -551,6 +670,7 @@ def _may_be_inside(op: ir.Operation) -> bool:
         or op.name in ELEMENTWISE_OPS
         or op.name
         in (
+            "stablehlo.concatenate",
             "stablehlo.constant",
             "stablehlo.iota",
             "stablehlo.dot_general",

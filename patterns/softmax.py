@@ -8,7 +8,7 @@ reshapes and converts stand in between, is immaterial.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
 
@@ -32,14 +32,21 @@ class Softmax:
     Attributes:
       x: what the softmax is taken of.
       exponential: result of the exponential; its element type is the type softmax is computed in.
-      result: the normalised probabilities (result of the division), same shape as `x`.
+      result: the normalised probabilities (result of the division), same shape as `x`; the
+        exponential where `total` is given.
       axis: dimension of `x`.
+      total: the sum of the exponentials, where nothing is divided by it before the matmul.
+      maximum: the row maximum that is subtracted, if any, where `total` is given.
+      sink: one more column of the softmax, of size 1 along `axis`, that `result` leaves out.
     """
 
     x: ir.Value
     exponential: ir.Value
     result: ir.Value
     axis: int
+    total: ir.Value | None = None
+    maximum: ir.Value | None = None
+    sink: ir.Value | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,91 @@ def _follow(value: ir.Value, index: list[Index], space: Space) -> tuple[ir.Value
         else:
             break
     return value, index
+
+
+def match_partial(exp: ir.Operation) -> Softmax | None:
+    """Recognises exponentials that are summed along an axis, but not divided by their sum.
+
+    `x` less its own maximum along the axis, or plain `x`.
+    """
+    exponential = exp.results[0]
+    try:
+        for op in _sums(exponential):
+            (axis,) = reduction(op)[1]  # type: ignore[index]
+            x = _without_row_maximum(exp.operands[0], axis)
+            if isinstance(x, Refusal):
+                return None
+            maximum = None
+            if x != exp.operands[0]:
+                source = defining_op(exp.operands[0])
+                assert source is not None
+                maximum = _reduced(source.operands[1])
+            return Softmax(x, exponential, exponential, axis, op.results[0], maximum)
+    except DynamicShape:
+        pass
+    return None
+
+
+def _sums(value: ir.Value) -> Iterator[ir.Operation]:
+    """Sums of a tensor along one dimension, seen through converts."""
+    for use in value.uses:
+        op = use.owner.operation
+        if op.name == "stablehlo.convert":
+            yield from _sums(op.results[0])
+        kind = reduction(op)
+        if (
+            kind is not None
+            and kind[0] == _SUM.combine
+            and len(kind[1]) == 1
+            and splat(op.operands[1]) == 0
+        ):
+            yield op
+
+
+def _reduced(value: ir.Value) -> ir.Value:
+    """The reduction that a row maximum, of which `_reduced_axis` holds, comes from."""
+    op = defining_op(value)
+    while op is not None and op.name != "stablehlo.reduce":
+        operands = list(op.operands)
+        if op.name == _MAXIMUM.combine and splat(operands[0]) == _MAXIMUM.initial:
+            operands.reverse()
+        op = defining_op(operands[0])
+    assert op is not None
+    return op.results[0]
+
+
+def cut_sink(softmax: Softmax) -> Softmax:
+    """A softmax of logits with one more column that is cut off again, as one with a sink."""
+    x = softmax.x
+    while True:  # subtracting a row's maximum, however often, changes nothing
+        source = _without_row_maximum(x, softmax.axis)
+        if isinstance(source, Refusal) or source == x:
+            break
+        x = source
+    joined = defining_op(x)
+    if joined is None or joined.name != "stablehlo.concatenate" or len(joined.operands) != 2:
+        return softmax
+    if ir.IntegerAttr(joined.attributes["dimension"]).value != softmax.axis:
+        return softmax
+    sizes = [shape_of(operand)[softmax.axis] for operand in joined.operands]
+    if 1 not in sizes:
+        return softmax
+    place = 1 if sizes[1] == 1 else 0
+    uses = list(softmax.result.uses)
+    cut = uses[0].owner.operation if len(uses) == 1 else None
+    while cut is not None and cut.name == "stablehlo.convert":
+        uses = list(cut.results[0].uses)
+        cut = uses[0].owner.operation if len(uses) == 1 else None
+    if cut is None or cut.name != "stablehlo.slice":
+        return softmax
+    first = 1 - place if place == 0 else 0
+    starts = list(ir.DenseI64ArrayAttr(cut.attributes["start_indices"]))
+    wanted = shape_of(joined.operands[1 - place])
+    if shape_of(cut.results[0]) != wanted or starts[softmax.axis] != first:
+        return softmax
+    return replace(
+        softmax, x=joined.operands[1 - place], sink=joined.operands[place], result=cut.results[0]
+    )
 
 
 def _reduced_axis(statistic: _Statistic, value: ir.Value, of: ir.Value) -> int | None:
