@@ -35,6 +35,7 @@ class AttentionSpec:
     Attributes:
       arguments: types of the operands, the extras last.
       result: type of the (first) result.
+      further: types of the results behind it.
       score, probs, sink: text of the captured functions; empty where there is none.
       form: what `score` is.
       statistics: dimensions of the row maximum and of the sum, where the composite gives them.
@@ -58,6 +59,7 @@ class AttentionSpec:
     probs: str = ""
     sink: str = ""
     statistics: tuple[tuple[str, ...], ...] = ()
+    further: tuple[ArrayType, ...] = ()
 
     def size(self, role: str) -> int:
         """The size of a role; roles that do not occur have size 1."""
@@ -116,6 +118,7 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
     return AttentionSpec(
         arguments=tuple(array_type(operand.type) for operand in op.operands),
         result=array_type(op.results[0].type),
+        further=tuple(array_type(result.type) for result in list(op.results)[1:]),
         roles=tuple((r.name, ir.IntegerAttr(r.attr).value) for r in roles),
         q_dims=_strings(attributes["q_dims"]),
         k_dims=_strings(attributes["k_dims"]),
@@ -172,6 +175,10 @@ def _misfits(spec: AttentionSpec) -> Iterator[str]:
         ("k", k, spec.k_dims, {*shared, "key", "depth"}),
         ("v", v, spec.v_dims, {*shared, "key", "value_depth"}),
         ("out", spec.result, spec.out_dims, {*own, "value_depth"}),
+        *(
+            (name, x, dims, own)
+            for name, x, dims in zip(("max", "sum"), spec.further, spec.statistics, strict=False)
+        ),
     ]
     for name, x, dims, roles in described:
         if not _fits(x, dims, spec, roles):
@@ -235,15 +242,24 @@ def arrange(
     return x.reshape(shape)
 
 
-def restore(x: Any, spec: AttentionSpec) -> Any:
-    """Inverse of `arrange` for the result: `[batch, kv_head, group, query, value_depth]`."""
-    inner = ("kv_head", "group", "query", "value_depth")
-    full = (*spec.batch_roles, *inner)
-    x = x.reshape([spec.size(role) for role in full])
-    order = [name for dim in spec.out_dims if dim != "1" for name in dim.split("*")]
+def restore(
+    x: Any,
+    spec: AttentionSpec,
+    dims: Sequence[str] | None = None,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """Inverse of `arrange` for a result: `[batch, kv_head, group, query, value_depth]`.
+
+    Args:
+      x: its last dimension has size 1 where the result does not vary over `value_depth`.
+      dims, shape: of the result; those of the first by default.
+    """
+    full = [*spec.batch_roles, "kv_head", "group", "query", "value_depth"]
+    x = x.reshape([*(spec.size(role) for role in full[:-1]), x.shape[-1]])
+    order = [n for dim in dims or spec.out_dims if dim != "1" for n in dim.split("*")]
     rest = [name for name in full if name not in order]
     x = x.transpose([full.index(name) for name in (*rest, *order)])
-    return x.reshape(spec.result.shape)
+    return x.reshape(spec.result.shape if shape is None else shape)
 
 
 class Captured:
@@ -289,6 +305,7 @@ class AttentionKernel:
     """What kernels for `hlo_opt.attention` have in common."""
 
     composite = "hlo_opt.attention"
+    platforms = frozenset({"tpu"})
     leading = 3  # operands before the extras
     updated: tuple[int, ...] = ()  # operands that are results too, behind the first
 
@@ -412,6 +429,22 @@ def _is_causal(form: Linear) -> bool:
         and causal_offset(form.masks[0].open) == 0
         and form.masks[0].value <= FAR_BELOW
     )
+
+
+def is_homogeneous(spec: AttentionSpec) -> bool:
+    """Whether `probs(c * p) = c * probs(p)`, so that it may be applied before normalising."""
+    probs = Captured(spec.probs)
+    form = analyse(probs.function)
+    return (
+        isinstance(form, Linear)
+        and not form.bias
+        and all(mask.value == 0 and not mask.additive for mask in form.masks)
+    )
+
+
+def is_finite(form: Linear | NotLinear) -> bool:
+    """Whether no mask is -inf, so that every row has a maximum."""
+    return isinstance(form, Linear) and all(mask.value > -math.inf for mask in form.masks)
 
 
 def precisions(spec: AttentionSpec) -> set[str]:

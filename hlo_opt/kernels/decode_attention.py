@@ -30,11 +30,13 @@ from hlo_opt.kernels.attention import (
     Captured,
     arrange,
     common_reasons,
+    is_finite,
+    is_homogeneous,
     matmul_types,
     restore,
     score_bias,
 )
-from hlo_opt.patterns.score import FAR_BELOW, Linear, NotLinear, analyse
+from hlo_opt.patterns.score import FAR_BELOW, Linear
 from hlo_opt.targets import Target
 
 LANES = 128
@@ -108,9 +110,9 @@ class DecodeAttention(AttentionKernel):
         for extra in spec.extras:
             if extra.dtype.name not in EXTRA_TYPES:
                 yield f"a mask or bias computed in {extra.dtype}"
-        if spec.probs and not _is_homogeneous(spec):
+        if spec.probs and not is_homogeneous(spec):
             yield "the function applied to the probabilities is not a mask to zero"
-        if spec.probs and not _is_finite(spec.form):
+        if spec.probs and not is_finite(spec.form):
             # Softmax of -inf alone is NaN, of which a guard makes zero.
             yield "a function is applied to probabilities that may be NaN"
 
@@ -144,22 +146,6 @@ def _cache_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield f"f32 caches of depth {deepest}, which Mosaic takes minutes to compile"
     if not _block(spec):
         yield f"128 keys of all heads take more than {BLOCK_BYTES >> 20} MB of VMEM"
-
-
-def _is_homogeneous(spec: AttentionSpec) -> bool:
-    """Whether `probs(c * p) = c * probs(p)`, so that it may be applied before normalising."""
-    probs = Captured(spec.probs)
-    form = analyse(probs.function)
-    return (
-        isinstance(form, Linear)
-        and not form.bias
-        and all(mask.value == 0 and not mask.additive for mask in form.masks)
-    )
-
-
-def _is_finite(form: Linear | NotLinear) -> bool:
-    """Whether no mask is -inf, so that every row has a maximum."""
-    return isinstance(form, Linear) and all(mask.value > -math.inf for mask in form.masks)
 
 
 def _block(spec: AttentionSpec) -> int:

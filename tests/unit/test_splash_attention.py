@@ -95,7 +95,7 @@ def label(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def test_splash_is_tried_before_flash() -> None:
-    names = [kernel.name for kernel in kernels_for("hlo_opt.attention")]
+    names = [kernel.name for kernel in kernels_for("hlo_opt.attention", "tpu")]
     assert names == ["Pallas splash attention", "Pallas flash attention"]
 
 
