@@ -72,10 +72,12 @@ class BlockedAttention(AttentionKernel):
 
 
 def _block(size: int, largest: int) -> int:
-    """The size of equal blocks, up to `largest`, that cover `size` with the least left over."""
-    count = -(-size // largest)
+    """The size of blocks that cover `size`: a divisor where there is a large one, else padded."""
+    if size <= largest:
+        return size
     exact = [b for b in range(largest, largest // 2, -1) if size % b == 0]
-    return exact[0] if exact else -(-size // count)
+    even = -(-size // -(-size // largest))
+    return exact[0] if exact else min(-(-even // 16) * 16, largest)
 
 
 def _result_reasons(spec: AttentionSpec) -> Iterator[str]:
@@ -168,8 +170,8 @@ class _Program:
         ]
 
         def step(t: Any, results: list[Any]) -> list[Any]:
-            i, n = t % self.blocks[0], t // self.blocks[0]
-            place = (n // self.heads, n % self.heads)
+            n, i = jax.lax.div(t, self.blocks[0]), jax.lax.rem(t, self.blocks[0])
+            place = jax.lax.div(n, self.heads), jax.lax.rem(n, self.heads)
             found = self._rows(place, i, q, k, v, tiles, leaks)
             at = (*place, 0, i * self.sizes[0], 0)
             return [
@@ -253,14 +255,18 @@ class _Program:
 
     def _visited(self, i: Any) -> tuple[Any, Any]:
         """The blocks of keys, from and up to, that a block of queries can see."""
+        import jax
         import jax.numpy as jnp
 
-        (block_q, block_k), count = self.sizes, self.blocks[1]
-        left, right = self.band
-        first, last = i * block_q, i * block_q + block_q - 1
-        low = 0 if left is None else jnp.clip((first - left) // block_k, 0, count)
-        high = count if right is None else jnp.clip((last + right) // block_k + 1, 0, count)
-        return low, high if left is None else jnp.maximum(low, high)
+        (block_q, block_k), (left, right) = self.sizes, self.band
+        low, high = jnp.int32(0), jnp.int32(self.blocks[1])
+        if left is not None:
+            first = jnp.maximum(i * block_q - left, 0)
+            low = jnp.minimum(jax.lax.div(first, block_k), high)
+        if right is not None:
+            behind = jnp.maximum(i * block_q + block_q + right, 0)
+            high = jnp.minimum(jax.lax.div(behind + block_k - 1, block_k), high)
+        return low, jnp.maximum(low, high)
 
     def _start(self, place: tuple[Any, Any], i: Any, tiles: Any) -> tuple[Any, Any, Any]:
         """Maximum, sum and output before the first key: the sink's."""
@@ -309,6 +315,7 @@ class _Program:
         self, place: tuple[Any, Any], i: Any, high: Any, rows: Any, k: Any, v: Any, tiles: Any
     ) -> Callable[[Any, Any], Any]:
         """What one block of keys adds to maximum, sum and output of a block of queries."""
+        import jax
         import jax.numpy as jnp
 
         block, count, (_, length) = self.sizes[1], self.blocks[1], self.lengths
@@ -316,7 +323,7 @@ class _Program:
 
         def step(t: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             # From the last visible block down, and then those that are behind it.
-            j = (high - 1 - t + count) % count if self.skips else t
+            j = jax.lax.rem(high - 1 - t + count, count) if self.skips else t
             at = (*place, j * block, 0)
             keys, values = (self._slice(x, at, (block, x.shape[3])) for x in (k, v))
             context = self._context(place, i, j * block, block, tiles)
