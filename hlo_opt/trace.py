@@ -45,9 +45,8 @@ def lower_function(
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
     with compat.tracing(device_kind, precision, interpret):
         # A fresh function object: JAX's trace cache must not answer for other settings.
-        lowered = (
-            jax.jit(lambda *args: fn(*args)).trace(*specs).lower(lowering_platforms=(platform,))
-        )
+        jitted = jax.jit(lambda *args: fn(*args), keep_unused=True)
+        lowered = jitted.trace(*specs).lower(lowering_platforms=(platform,))
         return compat.module_bytecode(lowered)
 
 

@@ -13,7 +13,7 @@ from hlo_opt.errors import HloOptError
 from hlo_opt.ir.module import run_cxx_passes
 from hlo_opt.kernels import Candidate, Kernel, No, kernels_for
 from hlo_opt.pipeline import Pass, PassContext, register_pass
-from hlo_opt.targets import Target, check_target, get_target, is_tpu
+from hlo_opt.targets import CPU, Target, check_target, get_target, is_tpu
 from hlo_opt.trace import lower_function, splice
 
 PREFIX = "hlo_opt."
@@ -23,7 +23,7 @@ KNOWN_VERSION = 1
 @register_pass("lower-composites", stage="lower", rank=10)
 @dataclass(frozen=True)
 class LowerComposites(Pass):
-    """Replaces `hlo_opt` composites by Pallas kernels where the target has one.
+    """Replaces `hlo_opt` composites by kernels where the target has one.
 
     Options:
       target: the target's name; the context's (`--target`) by default.
@@ -39,8 +39,9 @@ class LowerComposites(Pass):
             check_target(name)
         devices = _Devices.of(module)
         lowering = None
-        if name is not None and is_tpu(name):
-            lowering = _Lowering(module, get_target(name), self.interpret or ctx.interpret)
+        if name is not None and (name == CPU.name or is_tpu(name)):
+            target = CPU if name == CPU.name else get_target(name)
+            lowering = _Lowering(module, target, self.interpret or ctx.interpret)
         gone = False
         for op in list(_composites(module)):
             if lowering is None:
@@ -140,7 +141,7 @@ class _Lowering:
         reasons = []
         if (version := _version(op)) != KNOWN_VERSION:
             return No(f"version {version} of it is not known here, only {KNOWN_VERSION}")
-        for kernel in kernels_for(_name(op)):
+        for kernel in kernels_for(_name(op), self.target.platform):
             spec = kernel.spec(op, self.module)
             refusal = spec if isinstance(spec, No) else kernel.supports(spec, self.target)
             if refusal is None:
@@ -190,8 +191,8 @@ def _lower(
     return lower_function(
         kernel.build(spec, candidate),
         kernel.arguments(spec),
-        platform="cpu" if interpret else "tpu",
-        device_kind=target.device_kind,
+        platform="cpu" if interpret else target.platform,
+        device_kind=target.device_kind if target.platform == "tpu" else None,
         precision=kernel.precision(spec),
         interpret=interpret,
     )

@@ -1,7 +1,8 @@
 """Kernels that composites are lowered to, one file per kernel.
 
-A kernel is a JAX function with a `pallas_call` inside, built for a composite's exact shapes.
-Modules of this package register theirs with `register_kernel`; `kernels_for` finds them.
+A kernel is a JAX function (for TPU with a `pallas_call` inside), built for a composite's exact
+shapes. Modules of this package register theirs with `register_kernel`;
+`kernels_for` finds them.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Kernel(Hashable, Protocol):
 
     Attributes:
       rank: its place among the kernels for its composite, lower first.
+      platforms: what it runs on, of `Target.platform`.
     """
 
     composite: str
     name: str
     rank: int
+    platforms: frozenset[str]
 
     def spec(self, op: ir.Operation, module: ir.Module) -> Any | No:
         """Describes a composite op, or says why it is malformed."""
@@ -85,8 +88,8 @@ def _load() -> None:
         importlib.import_module(f"{__name__}.{module.name}")
 
 
-def kernels_for(composite: str) -> list[Kernel]:
-    """The kernels registered for a composite's name, in the order to try them."""
+def kernels_for(composite: str, platform: str) -> list[Kernel]:
+    """The kernels registered for a composite's name on a platform, in the order to try them."""
     _load()
-    known = [kernel for kernel in _KERNELS if kernel.composite == composite]
+    known = [k for k in _KERNELS if k.composite == composite and platform in k.platforms]
     return sorted(known, key=lambda kernel: (kernel.rank, kernel.name))

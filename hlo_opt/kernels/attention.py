@@ -333,6 +333,7 @@ class AttentionKernel:
     """What kernels for `hlo_opt.attention` have in common."""
 
     composite = "hlo_opt.attention"
+    platforms = frozenset({"tpu"})
     leading = 3  # operands before the extras
     updated: tuple[int, ...] = ()  # operands that are results too, behind the first
 
@@ -349,7 +350,7 @@ class AttentionKernel:
             return spec
         results = [str(result.type) for result in op.results]
         own = [str(op.operands[n].type) for n in self.updated]
-        if results[1:] != own and len(results[1:]) != len(spec.statistics):
+        if results[1:] != own and not spec.statistics:
             return No(f"the composite has results of types {', '.join(results)}")
         return spec
 

@@ -156,6 +156,8 @@ class Program:
 
     def run(self, q: Any, k: Any, v: Any, *extras: Any) -> Any:
         """The composite's results from its operands."""
+        import jax.numpy as jnp
+
         spec = self.spec
         qk_type, pv_type = matmul_types(spec)
         q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
@@ -174,6 +176,9 @@ class Program:
         if not spec.statistics:
             return restore(out.astype(spec.result.dtype), spec)
         top, total = statistics
+        nothing = total == 0  # all scores are -inf: the exponentials of their differences are NaN
+        total, out = (jnp.where(nothing, jnp.nan, x) for x in (total, out))
+        top = jnp.where(nothing, -jnp.inf, top)
         kept = top.astype(spec.statistics[0][1].dtype)
         # Both sums are relative to the maximum as it is returned, which may be rounded.
         shift = _exp_difference(top, kept.astype(top.dtype))

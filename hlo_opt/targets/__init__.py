@@ -6,6 +6,7 @@ in a worker process, because libtpu reads its flags once and may crash.
 
 from hlo_opt.targets.compile import CompileReport, compile_module
 from hlo_opt.targets.target import (
+    CPU,
     HOST_PLATFORMS,
     TPU_NAMES,
     Target,
@@ -16,6 +17,7 @@ from hlo_opt.targets.target import (
 )
 
 __all__ = [
+    "CPU",
     "HOST_PLATFORMS",
     "TPU_NAMES",
     "CompileReport",

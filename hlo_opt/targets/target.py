@@ -1,4 +1,4 @@
-"""TPU generations, one chip each. Figures come from Pallas's own hardware table."""
+"""TPU generations, one chip each, and the host. Figures come from Pallas's own hardware table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HOST_PLATFORMS = ("cpu", "gpu")
 
 @dataclass(frozen=True)
 class Target:
-    """A TPU generation.
+    """A TPU generation, or the host's CPU.
 
     Attributes:
       name: what `--target` calls it.
       chip: name of the chip in Pallas's table (`ChipVersion`).
       device_kind: what a device of it says it is.
-      topology: libtpu's name of one chip.
+      topology: libtpu's name of one chip; empty for the host.
       cores: TensorCores that work on one program as one device.
     """
 
@@ -28,6 +28,11 @@ class Target:
     device_kind: str
     topology: str
     cores: int
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of what it is: `"tpu"` or `"cpu"`."""
+        return "tpu" if self.topology else "cpu"
 
     @property
     def info(self) -> Any:
@@ -53,6 +58,7 @@ _TARGETS = {
     )
 }
 TPU_NAMES = tuple(_TARGETS)
+CPU = Target("cpu", "", "cpu", "", 1)
 
 
 def is_tpu(name: str | None) -> bool:

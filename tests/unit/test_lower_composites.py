@@ -118,7 +118,7 @@ def test_keys_and_values_are_not_repeated() -> None:
     assert result == query
 
 
-@pytest.mark.parametrize("target", ["cpu", None])
+@pytest.mark.parametrize("target", ["gpu", None])
 def test_hosts_keep_decompositions(target: str | None) -> None:
     module, remarks = lowered(module_of(attention(), *qkv()), target)
     assert count(module, "stablehlo.composite") == 1

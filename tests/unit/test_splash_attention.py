@@ -97,7 +97,7 @@ def label(fn: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def test_the_order_of_kernels() -> None:
-    names = [kernel.name for kernel in kernels_for("hlo_opt.attention")]
+    names = [kernel.name for kernel in kernels_for("hlo_opt.attention", "tpu")]
     assert names == [
         "Pallas general attention",
         "Pallas splash attention",
