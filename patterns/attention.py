@@ -29,6 +29,7 @@ from hlo_opt.ir.index import (
 from hlo_opt.ir.scalar import (
     ELEMENTWISE_OPS,
     Apply,
+    Const,
     Element,
     Expr,
     Position,
@@ -37,6 +38,7 @@ from hlo_opt.ir.scalar import (
     elements,
     is_whole,
     nodes,
+    number,
 )
 from hlo_opt.ir.walk import defining_op, element_type, ops_between, splat
 from hlo_opt.patterns.softmax import Refusal, Softmax
@@ -276,8 +278,12 @@ class _Matcher:
             for value in (self.softmax.maximum, self.softmax.total)
             if value is not None and self.softmax.total is not None and self.last == self.second
         )
-        if statistics and probs is not None:
-            raise _No("a function is applied to exponentials that are not normalised", self.second)
+        if probs is not None and self.softmax.total is not None:
+            # Before they are normalised the same function must do.
+            if statistics or not _is_multiple(probs.expr, probs.inner):
+                raise _No(
+                    "a function is applied to exponentials that are not normalised", self.second
+                )
         ops = self._inside(
             [o.value for o in (q_operand, k_operand, v_operand, *extras)], statistics
         )
@@ -650,6 +656,31 @@ _PLAIN_BF16 = (
     "accumulation_type = f32, lhs_component_count = 1, rhs_component_count = 1, "
     "num_primitive_operations = 1, allow_imprecise_accumulation = false>"
 )
+
+
+def _is_multiple(expr: Expr, inner: Element) -> bool:
+    """Whether an expression is proportional to its inner element."""
+    if not isinstance(expr, Apply):
+        return expr == inner
+
+    def free(node: Expr) -> bool:
+        return inner not in elements(node)
+
+    def multiple(node: Expr) -> bool:
+        zero = isinstance(node, Const) and number(node.attribute) == 0
+        return zero or _is_multiple(node, inner)
+
+    parts = expr.operands
+    match expr.op.name:
+        case "stablehlo.multiply":
+            return any(multiple(a) and free(b) for a, b in (parts, parts[::-1]))
+        case "stablehlo.divide":
+            return multiple(parts[0]) and free(parts[1])
+        case "stablehlo.select":
+            return free(parts[0]) and multiple(parts[1]) and multiple(parts[2])
+        case "stablehlo.convert":
+            return isinstance(expr.type, ir.FloatType) and multiple(parts[0])
+    return False
 
 
 def _is_upcast(op: ir.Operation) -> bool:

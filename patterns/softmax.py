@@ -82,7 +82,7 @@ def _match(exp: ir.Operation, exponential: ir.Value) -> Softmax | Refusal | None
     for result, find_sum, factor in _divisions(exponential):
         axis = _reduced_axis(find_sum, factor, exponential)
         if axis is not None:
-            x = _without_row_maximum(exp.operands[0], axis)
+            x = _without_row_maxima(exp.operands[0], axis)
             return x if isinstance(x, Refusal) else Softmax(x, exponential, result, axis)
     return None
 
@@ -107,6 +107,12 @@ class _Statistic:
             return None
         if self.inverted:
             return op.operands[1] if op.name == _DIVIDE and splat(op.operands[0]) == 1 else None
+        if self == _MAXIMUM and op.name == "stablehlo.select":
+            # Where the maximum is not finite, zero is subtracted; the softmax is NaN all the same.
+            test = defining_op(op.operands[0])
+            guards = test is not None and test.name == "stablehlo.is_finite"
+            guards = guards and test.operands[0] == op.operands[1]  # type: ignore[union-attr]
+            return op.operands[1] if guards and splat(op.operands[2]) == 0 else None
         if self == _MAXIMUM and op.name == "stablehlo.maximum":
             lowest = [splat(operand) == self.initial for operand in op.operands]
             return op.operands[lowest.index(False)] if lowest.count(True) == 1 else None
@@ -156,14 +162,14 @@ def match_partial(exp: ir.Operation) -> Softmax | None:
     try:
         for op in _sums(exponential):
             (axis,) = reduction(op)[1]  # type: ignore[index]
-            x = _without_row_maximum(exp.operands[0], axis)
+            x = _without_row_maxima(exp.operands[0], axis)
             if isinstance(x, Refusal):
                 return None
             maximum = None
-            if x != exp.operands[0]:
-                source = defining_op(exp.operands[0])
-                assert source is not None
-                maximum = _reduced(source.operands[1])
+            source = defining_op(exp.operands[0])
+            if source is not None and source.name == "stablehlo.subtract":
+                if source.operands[0] == x:  # subtracted once
+                    maximum = _row_maximum(source.operands[1])
             return Softmax(x, exponential, exponential, axis, op.results[0], maximum)
     except DynamicShape:
         pass
@@ -186,27 +192,17 @@ def _sums(value: ir.Value) -> Iterator[ir.Operation]:
             yield op
 
 
-def _reduced(value: ir.Value) -> ir.Value:
-    """The reduction that a row maximum, of which `_reduced_axis` holds, comes from."""
+def _row_maximum(value: ir.Value) -> ir.Value | None:
+    """The reduction that a row maximum comes from, unless it is guarded."""
     op = defining_op(value)
-    while op is not None and op.name != "stablehlo.reduce":
-        operands = list(op.operands)
-        if op.name == _MAXIMUM.combine and splat(operands[0]) == _MAXIMUM.initial:
-            operands.reverse()
-        op = defining_op(operands[0])
-    assert op is not None
-    return op.results[0]
+    while op is not None and op.name in (*LAYOUT_OPS, "stablehlo.convert"):
+        op = defining_op(op.operands[0])
+    return op.results[0] if op is not None and op.name == "stablehlo.reduce" else None
 
 
 def cut_sink(softmax: Softmax) -> Softmax:
     """A softmax of logits with one more column that is cut off again, as one with a sink."""
-    x = softmax.x
-    while True:  # subtracting a row's maximum, however often, changes nothing
-        source = _without_row_maximum(x, softmax.axis)
-        if isinstance(source, Refusal) or source == x:
-            break
-        x = source
-    joined = defining_op(x)
+    joined = defining_op(softmax.x)
     if joined is None or joined.name != "stablehlo.concatenate" or len(joined.operands) != 2:
         return softmax
     if ir.IntegerAttr(joined.attributes["dimension"]).value != softmax.axis:
@@ -261,9 +257,22 @@ def _reduced_axis_at(
     axes = [d for d, part in enumerate(index) if part.terms and not kept & set(part.atoms)]
     if len(axes) != 1:
         return None
+    if shape_of(op.operands[0])[kind[1][0]] != shape_of(of)[axes[0]]:
+        return None  # a part of it
     row_index.insert(kind[1][0], index[axes[0]])
     same = _follow(op.operands[0], row_index, space) == _follow(of, list(index), space)
     return axes[0] if same else None
+
+
+def _without_row_maxima(value: ir.Value, axis: int) -> ir.Value | Refusal:
+    """`_without_row_maximum` as often as one is subtracted."""
+    x = _without_row_maximum(value, axis)
+    while not isinstance(x, Refusal) and x != value:
+        value = x
+        x = _without_row_maximum(value, axis)
+        if isinstance(x, Refusal):
+            return value
+    return x
 
 
 def _without_row_maximum(value: ir.Value, axis: int) -> ir.Value | Refusal:
