@@ -278,12 +278,10 @@ class _Matcher:
             for value in (self.softmax.maximum, self.softmax.total)
             if value is not None and self.softmax.total is not None and self.last == self.second
         )
-        if probs is not None and self.softmax.total is not None:
-            # Before they are normalised the same function must do.
-            if statistics or not _is_multiple(probs.expr, probs.inner):
-                raise _No(
-                    "a function is applied to exponentials that are not normalised", self.second
-                )
+        # Before they are normalised the same function must do.
+        early = probs is not None and self.softmax.total is not None
+        if early and (statistics or not _is_multiple(probs.expr, probs.inner)):
+            raise _No("a function is applied to exponentials that are not normalised", self.second)
         ops = self._inside(
             [o.value for o in (q_operand, k_operand, v_operand, *extras)], statistics
         )

@@ -167,9 +167,9 @@ def match_partial(exp: ir.Operation) -> Softmax | None:
                 return None
             maximum = None
             source = defining_op(exp.operands[0])
-            if source is not None and source.name == "stablehlo.subtract":
-                if source.operands[0] == x:  # subtracted once
-                    maximum = _row_maximum(source.operands[1])
+            once = source is not None and source.name == "stablehlo.subtract"
+            if once and source.operands[0] == x:
+                maximum = _row_maximum(source.operands[1])
             return Softmax(x, exponential, exponential, axis, op.results[0], maximum)
     except DynamicShape:
         pass

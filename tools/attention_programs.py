@@ -159,9 +159,7 @@ class Recipe:
         extras: list[tuple[tuple[int, ...], str]] = []
         if self.mask in ("padding", "causal and padding"):
             extras.append(((self.batch, self.keys), "bool"))
-        elif self.mask == "cast":
-            extras.append(((self.batch, self.keys), "int32"))
-        elif self.mask == "segments":
+        elif self.mask == "cast" or self.mask == "segments":
             extras.append(((self.batch, self.keys), "int32"))
         elif self.mask == "position":
             extras.append(((), "int32"))
@@ -619,7 +617,8 @@ def _broadcast(op: ir.Operation, x: Any) -> Any:
 
 
 def _slice(op: ir.Operation, x: Any) -> Any:
-    parts = zip(*(_ints(op, f"{n}") for n in ("start_indices", "limit_indices", "strides")))
+    names = ("start_indices", "limit_indices", "strides")
+    parts = zip(*(_ints(op, name) for name in names), strict=True)
     return x[tuple(slice(*part) for part in parts)]
 
 
@@ -643,8 +642,10 @@ def _dot(op: ir.Operation, x: Any, y: Any) -> Any:
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     left = [next(letters) for _ in x.shape]
     right = [next(letters) for _ in y.shape]
-    batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions))
-    both = list(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions))
+    batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
+    both = list(
+        zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True)
+    )
     for i, j in (*batch, *both):
         right[j] = left[i]
     inner = {left[i] for i, _ in (*batch, *both)}
@@ -668,7 +669,7 @@ def _reduce(op: ir.Operation, x: Any, initial: Any) -> Any:
 
 
 def _convert(op: ir.Operation, x: Any) -> Any:
-    return x != 0 if _type(op) == bool else np.asarray(x).astype(_type(op))
+    return x != 0 if _type(op).kind == "b" else np.asarray(x).astype(_type(op))
 
 
 def _compare(op: ir.Operation, x: Any, y: Any) -> Any:

@@ -12,13 +12,14 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-
 from attention_programs import Interpreter, Recipe
+
 from hlo_opt.pipeline import PassContext, run_pipeline
 from hlo_opt.verify import verify_pipeline
 
@@ -57,6 +58,10 @@ def check(recipe: Recipe, seed: int, kernels: bool) -> Outcome:
     return outcome
 
 
+def _choose(choice: Callable[[Sequence[Any]], Any], _: str, values: Sequence[Any]) -> Any:
+    return choice(values)
+
+
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     """Equal up to f32 constants inside captured functions."""
     return bool(np.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True))
@@ -79,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.time()
     for number in range(options.n):
         seed = options.seed * 1_000_000 + number
-        rng = random.Random(seed)
-        recipe = Recipe.draw(lambda _, values: rng.choice(values), near_misses=number % 2 == 1)
+        choice = random.Random(seed).choice
+        recipe = Recipe.draw(partial(_choose, choice), near_misses=number % 2 == 1)
         try:
             outcome = check(recipe, seed, options.kernels > 0 and number % options.kernels == 0)
         except Exception as error:  # a crash is what is looked for
