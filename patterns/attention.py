@@ -279,8 +279,11 @@ class _Matcher:
             if value is not None and self.softmax.total is not None and self.last == self.second
         )
         # Before they are normalised the same function must do.
-        early = probs is not None and self.softmax.total is not None
-        if early and (statistics or not _is_multiple(probs.expr, probs.inner)):
+        if (
+            probs is not None
+            and self.softmax.total is not None
+            and (statistics or not _is_multiple(probs.expr, probs.inner))
+        ):
             raise _No("a function is applied to exponentials that are not normalised", self.second)
         ops = self._inside(
             [o.value for o in (q_operand, k_operand, v_operand, *extras)], statistics

@@ -165,11 +165,7 @@ def match_partial(exp: ir.Operation) -> Softmax | None:
             x = _without_row_maxima(exp.operands[0], axis)
             if isinstance(x, Refusal):
                 return None
-            maximum = None
-            source = defining_op(exp.operands[0])
-            once = source is not None and source.name == "stablehlo.subtract"
-            if once and source.operands[0] == x:
-                maximum = _row_maximum(source.operands[1])
+            maximum = _row_maximum(exp.operands[0], x)
             return Softmax(x, exponential, exponential, axis, op.results[0], maximum)
     except DynamicShape:
         pass
@@ -192,9 +188,12 @@ def _sums(value: ir.Value) -> Iterator[ir.Operation]:
             yield op
 
 
-def _row_maximum(value: ir.Value) -> ir.Value | None:
-    """The reduction that a row maximum comes from, unless it is guarded."""
-    op = defining_op(value)
+def _row_maximum(shifted: ir.Value, x: ir.Value) -> ir.Value | None:
+    """The reduction whose result is subtracted from `x`, if it is subtracted once and as it is."""
+    op = defining_op(shifted)
+    if op is None or op.name != "stablehlo.subtract" or op.operands[0] != x:
+        return None
+    op = defining_op(op.operands[1])
     while op is not None and op.name in (*LAYOUT_OPS, "stablehlo.convert"):
         op = defining_op(op.operands[0])
     return op.results[0] if op is not None and op.name == "stablehlo.reduce" else None
