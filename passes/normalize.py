@@ -195,40 +195,45 @@ def maximum_with_lowest(op: ir.Operation) -> ir.Value | None:
 
 
 def outer_product(op: ir.Operation) -> ir.Value | None:
-    """A `dot_general` that sums nothing is a product of broadcasts, without a dot's rounding."""
+    """A matmul that contracts nothing is a product of broadcasts: no sum, so no rounding of one.
+
+    The factors are multiplied in the result's float type, which must hold those of both.
+    """
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    result = op.results[0]
-    if list(numbers.lhs_contracting_dimensions) or not _is_static(result):
-        return None
-    if not all(_is_static(o) and _is_number(o) for o in (*op.operands, result)):
-        return None
-    batch = len(list(numbers.lhs_batching_dimensions))
-    place = batch  # of the next free dimension in the result
-    factors = []
-    for operand, batching in zip(
-        op.operands,
-        (list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)),
-        strict=True,
+    wide = element_type(op.results[0])
+    if (
+        list(numbers.lhs_contracting_dimensions)
+        or "algorithm" in op.attributes
+        or not isinstance(wide, ir.FloatType)
+        or not all(_is_static(value) for value in (*op.operands, *op.results))
+        or not all(_fits_in(element_type(operand), wide) for operand in op.operands)
     ):
-        dims = []
-        for dim in range(ir.RankedTensorType(operand.type).rank):
-            if dim in batching:
-                dims.append(batching.index(dim))
-            else:
-                dims.append(place)
-                place += 1
+        return None
+    batching = [list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)]
+    place = len(batching[0])
+    factors = []
+    for operand, batch in zip(op.operands, batching, strict=True):
         shape = ir.RankedTensorType(operand.type).shape
-        converted = stablehlo.convert(ir.RankedTensorType.get(shape, element_type(result)), operand)
-        # `broadcast_in_dim` takes its dimensions in any order.
-        factors.append(stablehlo.broadcast_in_dim(result.type, converted, dims))
+        dims = {dim: number for number, dim in enumerate(batch)}
+        for dim in range(len(shape)):
+            if dim not in dims:
+                dims[dim] = place
+                place += 1
+        if element_type(operand) != wide:
+            operand = stablehlo.convert(ir.RankedTensorType.get(shape, wide), operand)
+        order = sorted(dims, key=dims.__getitem__)
+        operand = stablehlo.transpose(operand, ir.DenseI64ArrayAttr.get(order))
+        kept = ir.DenseI64ArrayAttr.get([dims[dim] for dim in order])
+        factors.append(stablehlo.broadcast_in_dim(op.results[0].type, operand, kept))
     return stablehlo.multiply(*factors)
 
 
-def _is_number(value: ir.Value) -> bool:
-    type_ = element_type(value)
-    if isinstance(type_, ir.FloatType):
-        return type_.width >= 16
-    return isinstance(type_, ir.IntegerType) and type_.width > 1
+def _fits_in(type_: ir.Type | None, wide: ir.FloatType) -> bool:
+    """Whether an operand of a matmul is converted to the type the matmul computes in."""
+    if isinstance(type_, ir.IntegerType):
+        return wide.width >= 32
+    same = type_ == wide
+    return same or (isinstance(type_, ir.FloatType) and 16 <= type_.width < wide.width)
 
 
 REWRITES: list[tuple[str, Rewrite]] = [
@@ -245,7 +250,7 @@ REWRITES: list[tuple[str, Rewrite]] = [
     ("stablehlo.or", and_or_with_splat),
     ("stablehlo.not", not_of_splat),
     ("stablehlo.select", select_of_splat),
-    ("stablehlo.dot_general", outer_product),
     ("stablehlo.multiply", times_one),
     ("stablehlo.maximum", maximum_with_lowest),
+    ("stablehlo.dot_general", outer_product),
 ]

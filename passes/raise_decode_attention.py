@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,15 +12,19 @@ from jaxlib.mlir import ir
 from hlo_opt.ir.outline import REPLACED, Outliner
 from hlo_opt.ir.signature import array_type
 from hlo_opt.ir.walk import closed_functions, functions, ops_named, symbol_name
-from hlo_opt.passes.raise_attention import attention_attributes, describe, describe_score
+from hlo_opt.passes.raise_attention import (
+    attention_attributes,
+    describe,
+    describe_score,
+    move_readers,
+)
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.kv_cache import (
     DecodeAttention,
     match_decode_attention,
     match_update,
-    readers,
 )
-from hlo_opt.patterns.softmax import Refusal, Softmax, match_softmax
+from hlo_opt.patterns.softmax import EXPONENTIALS, Refusal
 from hlo_opt.pipeline import Pass, PassContext, register_pass
 
 
@@ -38,11 +42,10 @@ class RaiseDecodeAttention(Pass):
         outliner = Outliner(module)
         donated = _Donated(module)
         refused: list[ir.Operation] = []
-        for exp in ops_named("stablehlo.exponential", module, closed):
+        for exp in ops_named(EXPONENTIALS, module, closed):
             if REPLACED in exp.attributes:
                 continue
-            softmax = match_softmax(exp)
-            attention = match_attention(softmax) if isinstance(softmax, Softmax) else None
+            attention = match_attention(exp)
             if not isinstance(attention, Attention):
                 continue
             match = match_decode_attention(attention)
@@ -78,22 +81,13 @@ def _updates(attention: Attention) -> list[ir.Operation]:
 
 def _outline(outliner: Outliner, match: DecodeAttention) -> ir.Operation:
     attributes = attention_attributes(outliner, match.attention)
-    results = [match.attention.results[0], match.keys.result, match.values.result]
+    results = [match.attention.result, match.keys.result, match.values.result]
     composite = outliner.composite(
         "hlo_opt.decode_attention", match.ops, match.operands, results, attributes
     )
     # Whoever reads the new caches (to return them, mostly) may stand before the attention.
-    early = list(readers(composite, list(composite.results)[1:]))
-    place = composite
-    for op in sorted(early, key=_order(composite.block)):
-        op.move_after(place)
-        place = op
+    move_readers(composite, list(composite.results)[1:])
     return composite
-
-
-def _order(block: ir.Block) -> Callable[[ir.Operation], int]:
-    numbers = {op.operation: number for number, op in enumerate(block.operations)}
-    return numbers.__getitem__
 
 
 class _Donated:

@@ -25,7 +25,7 @@ class RaiseSoftmax(Pass):
         outliner = Outliner(module)
         for exp in ops_named("stablehlo.exponential", module, closed_functions(module)):
             match = match_softmax(exp)
-            if match is None:
+            if match is None or (isinstance(match, Softmax) and not match.is_plain):
                 continue
             inside = softmax_ops(match) if isinstance(match, Softmax) else match
             if isinstance(inside, Refusal):

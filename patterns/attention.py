@@ -4,20 +4,21 @@ A softmax whose probabilities reach forward, elementwise, to one `dot_general` t
 softmax axis, and whose logits reach back, elementwise, to one `dot_general`. Everything in between
 is captured as a scalar `score` function of the logit, of extras and of index values. Layouts,
 repeated heads and masks are immaterial: dimensions are tracked as symbolic indices.
+
+The division by the sum may also stand behind the second matmul, or be left to others: then the row
+maxima and sums are results as well.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from hlo_opt.ir.index import (
     LAYOUT_OPS,
-    ZERO,
     DynamicShape,
     Index,
     Opaque,
@@ -40,8 +41,19 @@ from hlo_opt.ir.scalar import (
     nodes,
     number,
 )
-from hlo_opt.ir.walk import defining_op, element_type, ops_between, splat
-from hlo_opt.patterns.softmax import Refusal, Softmax
+from hlo_opt.ir.walk import ORDERED_OPS, defining_op, element_type, ops_between, readers
+from hlo_opt.patterns.softmax import (
+    No,
+    Refusal,
+    Softmax,
+    check_denominator,
+    match_exponentials,
+    match_softmax,
+    maximum_row,
+    sink_of,
+    sum_row,
+    without_column,
+)
 
 PRODUCT = "*"
 
@@ -61,10 +73,12 @@ class Captured:
     Attributes:
       expr: the expression; its leaves are `inner` and the extras.
       inner: the element it is a function of.
+      factor: what the expression is multiplied by.
     """
 
     expr: Expr
     inner: Element
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,12 +90,12 @@ class Attention:
       atoms: for each of `batch` (outer first), `kv_head`, `group`, `query`, `key`: its atoms in
         `space`.
       extras: operands of `score` and `probs` besides the logit, with the nodes they stand for.
+      sink: one more logit of every row, a function like `score` that does not use the logit.
       probabilities: the second matmul's operand that the softmax reaches.
       first, second: the two `dot_general` ops.
-      last: the op that gives the result: `second`, or a division after it.
-      statistics: the row maximum and the sum, where they are results, too.
-      sink: one more logit of every row.
-      ops: all ops computed inside, in block order.
+      result: of the second matmul, or of the division behind it.
+      statistics: row maxima and sums, if `result` is not normalised.
+      ops: all ops computed inside, operands before users; the last one last in the block.
     """
 
     softmax: Softmax
@@ -95,64 +109,101 @@ class Attention:
     extra_nodes: tuple[Element | Apply, ...]
     score: Captured
     probs: Captured | None
+    sink: Captured | None
     probabilities: ir.Value
     out_dims: tuple[str, ...]
     first: ir.Operation
     second: ir.Operation
-    last: ir.Operation
+    result: ir.Value
     statistics: tuple[Operand, ...]
-    sink: Captured | None
     ops: tuple[ir.Operation, ...]
 
     @property
     def results(self) -> tuple[ir.Value, ...]:
-        return (self.last.results[0], *(operand.value for operand in self.statistics))
+        """What takes the place of the ops: the result, and the statistics if there are some."""
+        return (self.result, *(statistic.value for statistic in self.statistics))
 
 
-class _No(Exception):
-    """Carries a refusal out of the matcher's steps."""
-
-    def __init__(self, reason: str, op: ir.Operation) -> None:
-        super().__init__(reason)
-        self.refusal = Refusal(reason, op)
-
-
-def match_attention(softmax: Softmax) -> Attention | Refusal | None:
-    """Recognises the attention around a softmax.
+def match_attention(exp: ir.Operation) -> Attention | Refusal | None:
+    """Recognises the attention around a softmax's exponential (one of `softmax.EXPONENTIALS`).
 
     Returns:
       the match; a refusal where the softmax feeds a matmul that contracts its axis but the whole
       is not provably an attention we can express; None where it feeds no such matmul.
     """
-    second = _second_matmul(softmax)
+    softmax = match_softmax(exp)
+    if softmax is None:
+        softmax = match_exponentials(exp)
+    if softmax is None:
+        return None
+    if isinstance(softmax, Refusal):
+        return softmax if _reaches_matmul(exp) else None
+    second = _second_matmul(softmax.result)
     if second is None:
         return None
-    op, side = second
     try:
-        if softmax.total is not None:
-            for division in _divisions(op.results[0]):
-                match = _refined(_Matcher(softmax, op, side, division))
-                if isinstance(match, Attention):
-                    return match
-            if softmax.maximum is None:
-                return None
-        return _refined(_Matcher(softmax, op, side))
+        softmax = without_column(softmax)
+        if isinstance(softmax, Refusal):
+            return softmax
+        if softmax.total is None:
+            return _refined(_Matcher(softmax, *second))
+        return _match_unnormalised(softmax, *second)
     except DynamicShape:
-        return Refusal("a shape is dynamic", op)
+        return Refusal("a shape is dynamic", second[0])
 
 
-def _divisions(value: ir.Value) -> Iterator[tuple[ir.Operation, int]]:
-    """Divisions and products that a matmul's result reaches, and as which operand."""
-    pending, seen = [value], 0
-    while pending and (seen := seen + 1) < 16:
-        for use in pending.pop().uses:
-            op = use.owner.operation
-            if op.name in LAYOUT_OPS or op.name == "stablehlo.convert":
-                pending.append(op.results[0])
-            elif op.name == "stablehlo.multiply":
-                yield op, use.operand_number
-            elif op.name == "stablehlo.divide" and use.operand_number == 0:
-                yield op, 0
+def _reaches_matmul(exp: ir.Operation) -> bool:
+    return _second_matmul(exp.results[0]) is not None
+
+
+def _match_unnormalised(
+    softmax: Softmax, second: ir.Operation, side: int
+) -> Attention | Refusal | None:
+    """The attention with the division behind the second matmul, else without a division."""
+    division = _division(second.results[0])
+    normalised = None
+    if division is not None:
+        softmax_and_division = replace(
+            softmax, denominator=division.denominator, inverted=division.inverted
+        )
+        normalised = _refined(_Matcher(softmax_and_division, second, side, division))
+        if isinstance(normalised, Attention):
+            return normalised
+    partial = _refined(_Matcher(softmax, second, side))
+    if isinstance(partial, Refusal) and isinstance(normalised, Refusal):
+        return normalised
+    return partial
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A division behind the second matmul: its result, and what stands in front of it.
+
+    Attributes:
+      moves: layout ops and converts from the matmul to the division, in order.
+    """
+
+    result: ir.Value
+    denominator: ir.Value
+    inverted: bool
+    moves: tuple[ir.Operation, ...]
+
+
+def _division(value: ir.Value) -> _Division | None:
+    moves: list[ir.Operation] = []
+    while True:
+        uses = list(value.uses)
+        if len(uses) != 1:
+            return None
+        op, number = uses[0].owner.operation, uses[0].operand_number
+        if op.name == "stablehlo.convert" or op.name in LAYOUT_OPS - {"stablehlo.slice"}:
+            moves.append(op)
+            value = op.results[0]
+            continue
+        if op.name == "stablehlo.multiply" or (op.name == "stablehlo.divide" and number == 0):
+            inverted = op.name == "stablehlo.multiply"
+            return _Division(op.results[0], op.operands[1 - number], inverted, tuple(moves))
+        return None
 
 
 def _refined(matcher: _Matcher) -> Attention | Refusal:
@@ -162,13 +213,13 @@ def _refined(matcher: _Matcher) -> Attention | Refusal:
             return matcher.run()
         except Split as request:
             matcher.space.split(request)
-        except _No as no:
+        except No as no:
             return no.refusal
 
 
-def _second_matmul(softmax: Softmax) -> tuple[ir.Operation, int] | None:
+def _second_matmul(probabilities: ir.Value) -> tuple[ir.Operation, int] | None:
     """The `dot_general` the probabilities reach elementwise, and which of its operands they are."""
-    pending = [softmax.result]
+    pending = [probabilities]
     seen: set[ir.Value] = set()
     while pending and len(seen) < 32:
         value = pending.pop()
@@ -227,25 +278,27 @@ class _Matcher:
         softmax: Softmax,
         second: ir.Operation,
         side: int,
-        division: tuple[ir.Operation, int] | None = None,
+        division: _Division | None = None,
     ) -> None:
         self.softmax = softmax
         self.second = second
         self.side = side
-        self.last, self.numerator = division or (second, -1)
+        self.division = division
+        self.result = division.result if division is not None else second.results[0]
         self.space = Space()
         self.dot = _Dot.of(second)
         self.block = second.block
         # Initial indices: made once, refined after splits.
-        self.r_index = [self.space.new(s) for s in shape_of(self.last.results[0])]
-        shape = shape_of(second.operands[side])
-        self.contracted = [self.space.new(shape[d]) for d in self.dot.contract[side]]
+        self.out_index = [self.space.new(s) for s in shape_of(self.result)]
+        self.contract = [
+            self.space.new(shape_of(second.operands[side])[d]) for d in self.dot.contract[side]
+        ]
         self.depth: dict[ir.Operation, list[Index]] = {}
-        self.p_index: list[Index] = []
         self.v_free: list[Index] = []
 
     def run(self) -> Attention:
-        p_index = self._p_index()
+        out_index = [self.space.refine(i) for i in self.out_index]
+        p_index, v_index = self._second_operands(out_index)
         key = self._key(p_index)
         scalarizer = Scalarizer(self.space, self.block, [self.softmax.result])
         probs, x_index = self._probabilities(scalarizer, p_index, key)
@@ -253,42 +306,23 @@ class _Matcher:
         if probs is not None:
             self._refuse_dropout(probs, score_expr, key)
         logit = self._logit(score_expr, key)
-        self._check_division(x_index)
+        sink = self._sink(scalarizer, list(x_index), out_index, logit, key)
+        statistics = self._statistics(list(x_index))
         q_index, k_index, first, k_side = self._first_matmul(logit, key)
         q = self._peel(first.operands[1 - k_side], q_index)
         k = self._peel(first.operands[k_side], k_index)
-        v = self._peel(self.second.operands[1 - self.side], self._v_index(p_index))
-        names = self._roles(q, k, v, key, first, score_expr)
-        score = Captured(score_expr, logit)
-        row = tuple(ZERO if d == self.softmax.axis else i for d, i in enumerate(x_index))
-        sink = None
-        if self.softmax.sink is not None:
-            sink = Captured(scalarizer.at(self.softmax.sink, row), logit)
+        v = self._peel(self.second.operands[1 - self.side], v_index)
+        names = self._roles(q, k, v, key, first, score_expr, p_index)
+        score = Captured(score_expr, logit, self.softmax.factor)
         extra_nodes = self._extras(score, probs, sink)
-        extras = tuple(
-            Operand(node.value, self._dims(node.index, names, self.second)) for node in extra_nodes
+        extras, (q_operand, k_operand, v_operand), rows = (
+            tuple(
+                Operand(node.value, self._dims(node.index, names, self.second)) for node in chosen
+            )
+            for chosen in (extra_nodes, (q, k, v), statistics)
         )
-        q_operand, k_operand, v_operand = (
-            Operand(element.value, self._dims(element.index, names, self.second))
-            for element in (q, k, v)
-        )
-        row = tuple(i for d, i in enumerate(x_index) if d != self.softmax.axis)
-        statistics = tuple(
-            Operand(value, self._dims(row, names, self.second))
-            for value in (self.softmax.maximum, self.softmax.total)
-            if value is not None and self.softmax.total is not None and self.last == self.second
-        )
-        # Before they are normalised the same function must do.
-        if (
-            probs is not None
-            and self.softmax.total is not None
-            and (statistics or not _is_multiple(probs.expr, probs.inner))
-        ):
-            raise _No("a function is applied to exponentials that are not normalised", self.second)
-        ops = self._inside(
-            [o.value for o in (q_operand, k_operand, v_operand, *extras)], statistics
-        )
-        self._check_uses(ops, first, statistics)
+        ops = self._inside([o.value for o in (q_operand, k_operand, v_operand, *extras)], rows)
+        self._check_uses(ops, first, rows)
         self._check_types(first)
         return Attention(
             softmax=self.softmax,
@@ -302,73 +336,115 @@ class _Matcher:
             extra_nodes=extra_nodes,
             score=score,
             probs=probs,
+            sink=sink,
             probabilities=self.second.operands[self.side],
-            out_dims=self._dims(self._refined(self.r_index), names, self.second),
+            out_dims=self._dims(out_index, names, self.second),
             first=first,
             second=self.second,
-            last=self.last,
-            statistics=statistics,
-            sink=sink,
+            result=self.result,
+            statistics=rows,
             ops=ops,
         )
 
-    def _refined(self, index: list[Index]) -> list[Index]:
-        return [self.space.refine(i) for i in index]
-
-    def _p_index(self) -> list[Index]:
-        """The probabilities' index at the second matmul, from the index of the result."""
-        index = self._refined(self.r_index)
-        if self.last != self.second:
-            value, index = self._through(self.last.operands[self.numerator], index)
-            if value != self.second.results[0]:
-                raise _No("the matmul's result does not reach a division", self.last)
-            if not is_whole(Element(value, tuple(index)), self.space):
-                raise _No("a part of the matmul's result is divided", self.last)
-        batch = [index.pop(0) for _ in self.dot.batch[0]]
-        count = len(self.dot.free[0])
-        free = [index[:count], index[count:]]
-        self.v_free = free[1 - self.side]
-        self.p_index = self.dot.index(
-            self.side, batch, free[self.side], self._refined(self.contracted)
-        )
-        return self.p_index
-
-    def _through(self, value: ir.Value, index: list[Index]) -> tuple[ir.Value, list[Index]]:
-        """Where an element comes from, through layout ops and conversions between floats."""
-        while (op := defining_op(value)) is not None and op.block == self.block:
+    def _second_operands(self, out_index: list[Index]) -> tuple[list[Index], list[Index]]:
+        """Indices of the probabilities and of v at the second matmul, from that of the result."""
+        index = out_index
+        for op in reversed(self.division.moves if self.division is not None else ()):
             if op.name in LAYOUT_OPS:
                 try:
                     index = pull_back(op, index, self.space)
                 except Opaque:
-                    break
-            elif op.name != "stablehlo.convert" or not isinstance(
-                element_type(op.operands[0]), ir.FloatType
-            ):
-                break
-            value = op.operands[0]
-        return value, index
-
-    def _check_division(self, x_index: tuple[Index, ...]) -> None:
-        """What the result is divided by must be the sum of this row's exponentials."""
-        if self.last == self.second:
-            return
-        value, index = self._through(
-            self.last.operands[1 - self.numerator], self._refined(self.r_index)
+                    raise No("the result is divided in another layout", op) from None
+        rest = list(index)
+        batch = [rest.pop(0) for _ in self.dot.batch[0]]
+        free = [rest[: len(self.dot.free[0])], rest[len(self.dot.free[0]) :]]
+        contract = [self.space.refine(i) for i in self.contract]
+        self.v_free = free[1 - self.side]
+        p_index, v_index = (
+            self.dot.index(side, batch, free[side], contract) for side in (self.side, 1 - self.side)
         )
-        if self.last.name == "stablehlo.multiply":
-            op = defining_op(value)
-            if op is None or op.name != "stablehlo.divide" or splat(op.operands[0]) != 1:
-                raise _No("the matmul's result is not divided by the sum", self.last)
-            value, index = self._through(op.operands[1], index)
-        row = [i for d, i in enumerate(x_index) if d != self.softmax.axis]
-        if value != self.softmax.total or index != row:
-            raise _No("the matmul's result is not divided by the sum", self.last)
+        return p_index, v_index
+
+    def _sink(
+        self,
+        scalarizer: Scalarizer,
+        x_index: list[Index],
+        out_index: list[Index],
+        logit: Element,
+        key: int,
+    ) -> Captured | None:
+        """The sink of a row; also checks that the denominator is the row's sum."""
+        softmax = self.softmax
+        at = out_index if self.division is not None else x_index
+        if self.division is not None:
+            softmax = self._checked_denominator(x_index, out_index)
+        elif softmax.total is None and not softmax.sink and softmax.column is None:
+            return None  # `match_softmax` has checked it
+        sink = sink_of(softmax, x_index, at, self.space)
+        if sink is None:
+            return None
+        if softmax.total is not None and self.division is None:
+            raise No("a partial attention has a sink", self.second)
+        if isinstance(sink, float):
+            with self.second.context:
+                f32 = ir.F32Type.get()
+                constant = Const(ir.FloatAttr.get(f32, sink, ir.Location.unknown()), f32)
+            return Captured(constant, logit)
+        expr = scalarizer.at(*sink)
+        leaves = (n for n in nodes(expr) if isinstance(n, Element | Position))
+        indices = [i for n in leaves for i in (n.index if isinstance(n, Element) else (n.index,))]
+        if any(key in i.atoms for i in indices):
+            raise No(
+                "what is added to the sum of the exponentials varies over the keys", self.second
+            )
+        return Captured(expr, logit)
+
+    def _checked_denominator(self, x_index: list[Index], out_index: list[Index]) -> Softmax:
+        """The softmax with what is known of the division behind the second matmul."""
+        assert self.division is not None
+        axis = self.softmax.axis
+        place = list(x_index)
+        place[axis] = Index(place[axis].terms, place[axis].offset + self.softmax.shift)
+        found = sum_row(
+            self.softmax,
+            self.division.denominator,
+            self.division.inverted,
+            list(out_index),
+            place,
+            self.space,
+        )
+        if found is None:
+            op = defining_op(self.division.result)
+            raise No("what the result is divided by is not the sum of the exponentials", op)
+        softmax = replace(self.softmax, sink=found[0])
+        check_denominator(softmax, found[1])
+        return softmax
+
+    def _statistics(self, x_index: list[Index]) -> tuple[Element, ...]:
+        """Row maximum and sum, where the result is not normalised."""
+        softmax = self.softmax
+        if softmax.total is None or self.division is not None:
+            return ()
+        if softmax.factor != 1:
+            raise No("a partial attention in another base than e", self.second)
+        reduce, row = maximum_row(softmax, list(x_index), self.space)
+        total = [i for d, i in enumerate(x_index) if d != softmax.axis]
+        statistics = (
+            Element(reduce.results[0], tuple(row)),
+            Element(softmax.total, tuple(total)),
+        )
+        for statistic in statistics:
+            if not is_whole(statistic, self.space):
+                raise No("a part of the row statistics belongs to the attention", reduce)
+            if statistic.value.owner.operation.block != self.block:
+                raise No("the row statistics are computed in another block", reduce)
+        return statistics
 
     def _key(self, p_index: list[Index]) -> int:
         """The atom of the contracted dimension; it must be the softmax axis."""
         contracted = [i for d in self.dot.contract[self.side] for i in [p_index[d]] if i.terms]
         if len(contracted) != 1 or len(contracted[0].terms) != 1:
-            raise _No(
+            raise No(
                 "the second matmul contracts several dimensions of the probabilities", self.second
             )
         return contracted[0].atoms[0]
@@ -380,25 +456,41 @@ class _Matcher:
         expr = scalarizer.at(self.second.operands[self.side], p_index)
         inner = [e for e in elements(expr) if e.value == self.softmax.result]
         if len(inner) != 1:
-            raise _No("the probabilities do not reach the matmul elementwise", self.second)
+            raise No("the probabilities do not reach the matmul elementwise", self.second)
         index = inner[0].index
         if not is_whole(inner[0], self.space):
-            raise _No("the matmul uses a part of the probabilities", self.second)
+            raise No("the matmul uses a part of the probabilities", self.second)
         if index[self.softmax.axis].terms != ((key, 1),):
-            raise _No("the softmax is over another axis than the matmul contracts", self.second)
+            raise No("the softmax is over another axis than the matmul contracts", self.second)
         applied = [n for n in nodes(expr) if isinstance(n, Apply)]
         if all(n.op.name == "stablehlo.convert" for n in applied):
             return None, index
+        if self.softmax.total is not None and (
+            self.division is None or not _is_multiple(expr, inner[0])
+        ):
+            raise No("the exponentials are changed before the second matmul", self.second)
         return Captured(expr, inner[0]), index
 
     def _refuse_dropout(self, probs: Captured, score: Expr, key: int) -> None:
         """A guard uses the mask again; anything else of full size is not a guard."""
-        for element in set(elements(probs.expr)) - {probs.inner, *elements(score)}:
+        others = [e for e in elements(probs.expr) if e != probs.inner]
+        for element in others:
+            maker = defining_op(element.value)
+            if maker is None or maker.name != "stablehlo.dot_general":
+                continue
+            if any(key in part.atoms for part in element.index):
+                raise No(
+                    "logits reach the probabilities beside the softmax, or two softmaxes meet "
+                    "before the second matmul (differential attention)",
+                    maker,
+                )
+        known = set(elements(score))
+        for element in others:
             varies = {atom for part in element.index for atom in part.atoms}
-            if key in varies and len(varies) > 1:
+            if element not in known and key in varies and len(varies) > 1:
                 maker = defining_op(element.value)
                 if maker is not None and maker.name != "stablehlo.constant":
-                    raise _No("a computed tensor is applied to the probabilities (dropout?)", maker)
+                    raise No("a computed tensor is applied to the probabilities (dropout?)", maker)
 
     def _logit(self, expr: Expr, key: int) -> Element:
         """The one matmul the logits come from."""
@@ -410,11 +502,11 @@ class _Matcher:
             if any(key in part.atoms for part in element.index):
                 found.append((element, op))
         if not found:
-            raise _No("the logits do not come from a matmul elementwise", self.second)
+            raise No("the logits do not come from a matmul elementwise", self.second)
         if len(found) > 1:
-            raise _No("the logits come from more than one matmul", found[1][1])
+            raise No("the logits come from more than one matmul", found[1][1])
         if not is_whole(found[0][0], self.space):
-            raise _No("the logits are a part of the first matmul's result", found[0][1])
+            raise No("the logits are a part of the first matmul's result", found[0][1])
         return found[0][0]
 
     def _first_matmul(
@@ -426,7 +518,7 @@ class _Matcher:
         dot = _Dot.of(op)
         contracted = [d for d in dot.contract[0] if shape_of(op.operands[0])[d] != 1]
         if len(contracted) != 1:
-            raise _No("the first matmul does not contract one dimension", op)
+            raise No("the first matmul does not contract one dimension", op)
         if op not in self.depth:
             self.depth[op] = [self.space.new(shape_of(op.operands[0])[d]) for d in dot.contract[0]]
         depth = [self.space.refine(i) for i in self.depth[op]]
@@ -436,17 +528,9 @@ class _Matcher:
         sides = [dot.index(side, batch, free[side], depth) for side in (0, 1)]
         holders = [side for side in (0, 1) if any(key in i.atoms for i in free[side])]
         if len(holders) != 1:
-            raise _No("the softmax axis is a batch dimension of the first matmul", op)
+            raise No("the softmax axis is a batch dimension of the first matmul", op)
         k_side = holders[0]
         return sides[1 - k_side], sides[k_side], op, k_side
-
-    def _v_index(self, p_index: list[Index]) -> list[Index]:
-        return self.dot.index(
-            1 - self.side,
-            batch=[p_index[d] for d in self.dot.batch[self.side]],
-            free=self.v_free,
-            contract=[p_index[d] for d in self.dot.contract[self.side]],
-        )
 
     def _peel(self, value: ir.Value, index: list[Index]) -> Element:
         """Follows an operand back through layout ops and upcasts to where it is smallest.
@@ -481,23 +565,30 @@ class _Matcher:
         return kept
 
     def _roles(
-        self, q: Element, k: Element, v: Element, key: int, first: ir.Operation, score: Expr
+        self,
+        q: Element,
+        k: Element,
+        v: Element,
+        key: int,
+        first: ir.Operation,
+        score: Expr,
+        p_index: list[Index],
     ) -> dict[str, int]:
         """Names every atom."""
         in_q, in_k, in_v = ([a for part in e.index for a in part.atoms] for e in (q, k, v))
         depth = [a for i in self.depth[first] for a in self.space.refine(i).atoms]
-        v_depth = [a for i in self.v_free for a in self.space.refine(i).atoms]
+        v_depth = [a for i in self.v_free for a in i.atoms]
         shared = [a for a in in_k if a not in (key, *depth)]
         if set(shared) != {a for a in in_v if a not in (key, *v_depth)}:
-            raise _No("keys and values are shared between heads in different ways", self.second)
+            raise No("keys and values are shared between heads in different ways", self.second)
         if len(depth) != 1 or len(v_depth) > 1:
-            raise _No("a depth is made of several dimensions", self.second)
+            raise No("a depth is made of several dimensions", self.second)
         if not set(shared) <= set(in_q):
-            raise _No("the queries do not have all batch dimensions of the keys", first)
+            raise No("the queries do not have all batch dimensions of the keys", first)
         rows = [a for a in in_q if a not in (*shared, *depth)]
-        out_rows = {a for i in self.p_index for a in self.space.refine(i).atoms}
+        out_rows = {a for i in p_index for a in i.atoms}
         if set(rows) | set(shared) | {key} != out_rows:
-            raise _No("the probabilities have dimensions that the queries do not have", first)
+            raise No("the probabilities have dimensions that the queries do not have", first)
         group, query = self._group_and_query(rows, shared, q, first, score, key)
         names = {"key": key, "depth": depth[0]}
         heads = self._head_atom(shared, group, q)
@@ -527,7 +618,7 @@ class _Matcher:
         Any choice computes the same; the conventional one makes remarks and kernels useful.
         """
         if len(rows) > 2:
-            raise _No(f"the queries have {len(rows)} dimensions of their own", first)
+            raise No(f"the queries have {len(rows)} dimensions of their own", first)
         merged = {
             a
             for part in q.index
@@ -571,7 +662,7 @@ class _Matcher:
         dims = []
         for part in index:
             if any(atom not in by_atom for atom in part.atoms):
-                raise _No("an operand has a dimension that plays no role in the attention", op)
+                raise No("an operand has a dimension that plays no role in the attention", op)
             dims.append(PRODUCT.join(by_atom[atom] for atom in part.atoms) or "1")
         return tuple(dims)
 
@@ -585,7 +676,7 @@ class _Matcher:
         for captured in filter(None, functions):
             chosen = choose_extras(captured.expr, captured.inner.value, self.space)
             if chosen is None:
-                raise _No("a mask or bias is indexed in a way that is not understood", self.second)
+                raise No("a mask or bias is indexed in a way that is not understood", self.second)
             found.update(dict.fromkeys(chosen))
         return tuple(found)
 
@@ -593,34 +684,40 @@ class _Matcher:
         self, boundary: list[ir.Value], statistics: tuple[Operand, ...]
     ) -> tuple[ir.Operation, ...]:
         """All ops between the operands and the results."""
-        found = dict.fromkeys(ops_between(self.last, boundary))
-        for statistic in statistics:
-            op = defining_op(statistic.value)
-            assert op is not None
-            found.update(dict.fromkeys(ops_between(op, boundary)))
+        lasts = [defining_op(value) for value in (self.result, *(s.value for s in statistics))]
+        ordered = sorted(filter(None, lasts), key=_Place)
+        found: dict[ir.Operation, None] = {}
+        for last in ordered:
+            found.update(dict.fromkeys(ops_between(last, boundary)))
         ops = tuple(found)
         known = {*boundary, *(result for op in ops for result in op.results)}
         for op in ops:
             here = op.block == self.block or op.name in ("stablehlo.constant", "stablehlo.iota")
-            if not here or not _may_be_inside(op):
-                raise _No(f"{op.name} between the two matmuls is not understood", op)
+            if not here or not (_may_be_inside(op) or self._joins_sink(op)):
+                raise No(f"{op.name} between the two matmuls is not understood", op)
             if not known.issuperset(op.operands):
-                raise _No("a value enters in a way that is not understood", op)
+                raise No("a value enters in a way that is not understood", op)
+        makers = {defining_op(value) for value in boundary}
+        results = [self.result, *(s.value for s in statistics)] if statistics else []
+        for op in readers(ops[-1], results):
+            # These come to stand behind the composite.
+            if op in makers or (op.name in ORDERED_OPS and op not in ops):
+                raise No(f"{op.name} uses a row statistic before the attention ends", op)
         return ops
 
+    def _joins_sink(self, op: ir.Operation) -> bool:
+        operands = [self.softmax.x, self.softmax.column]
+        return op.name == "stablehlo.concatenate" and all(o in operands for o in op.operands)
+
     def _check_uses(
-        self,
-        ops: tuple[ir.Operation, ...],
-        first: ir.Operation,
-        statistics: tuple[Operand, ...],
+        self, ops: tuple[ir.Operation, ...], first: ir.Operation, statistics: tuple[Operand, ...]
     ) -> None:
-        """What depends on the logits must not be used outside."""
+        """What depends on the logits must not be used outside, results excepted."""
         inside = set(ops)
+        results = {defining_op(value) for value in (self.result, *(s.value for s in statistics))}
         dependent = {first}
-        results = {self.last.results[0], *(s.value for s in statistics)}
         for op in ops:
-            if op.results[0] in results or self._is_layout_of(op, results):
-                dependent.add(op)
+            if op in results:
                 continue
             if op in dependent or any(defining_op(o) in dependent for o in op.operands):
                 dependent.add(op)
@@ -628,27 +725,30 @@ class _Matcher:
                     if use.owner.operation not in inside:
                         what = (
                             "probabilities are"
-                            if op.results[0] == self.softmax.result
+                            if op.results[0] == self.softmax.result and self.softmax.total is None
                             else "an intermediate result is"
                         )
-                        raise _No(f"{what} also used elsewhere", use.owner.operation)
-
-    def _is_layout_of(self, op: ir.Operation | None, results: set[ir.Value]) -> bool:
-        """Whether an op only lays out a statistic, so that it can be done again outside."""
-        while op is not None and (op.name in LAYOUT_OPS or op.name == "stablehlo.convert"):
-            if op.operands[0] in results:
-                return True
-            op = defining_op(op.operands[0])
-        return False
+                        raise No(f"{what} also used elsewhere", use.owner.operation)
 
     def _check_types(self, first: ir.Operation) -> None:
-        for value in (first.results[0], self.softmax.exponential, self.second.results[0]):
+        values = (first.results[0], self.softmax.exponential, self.second.results[0], self.result)
+        for value in values:
             type_ = element_type(value)
             if not isinstance(type_, ir.FloatType) or type_.width > 32:
-                raise _No(f"computed in {type_}", first)
+                raise No(f"computed in {type_}", first)
         for op in (first, self.second):
             if "algorithm" in op.attributes and str(op.attributes["algorithm"]) != _PLAIN_BF16:
-                raise _No("a matmul asks for a particular algorithm", op)
+                raise No("a matmul asks for a particular algorithm", op)
+
+
+class _Place:
+    """Orders ops of one block."""
+
+    def __init__(self, op: ir.Operation) -> None:
+        self.op = op
+
+    def __lt__(self, other: _Place) -> bool:
+        return self.op.is_before_in_block(other.op)
 
 
 # What XLA does with bf16 operands on TPU anyway: one pass, accumulated in f32.
@@ -702,7 +802,6 @@ def _may_be_inside(op: ir.Operation) -> bool:
         or op.name in ELEMENTWISE_OPS
         or op.name
         in (
-            "stablehlo.concatenate",
             "stablehlo.constant",
             "stablehlo.iota",
             "stablehlo.dot_general",

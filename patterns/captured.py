@@ -1,4 +1,4 @@
-"""Captured scalar functions (`score`, `probs`) as StableHLO functions of rank-0 ops."""
+"""Captured scalar functions (`score`, `probs`, `sink`) as StableHLO functions of rank-0 ops."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def emit_captured(
     captured: Captured,
     extras: Sequence[Element | Apply],
 ) -> str:
-    """Adds `score` or `probs` to a module; see `docs/composites.md` for its type.
+    """Adds `score`, `probs` or `sink` to a module; see `docs/composites.md` for its type.
 
     Args:
       outliner: of the module it is added to, which may be another than the match's.
-      kind: `"score"` or `"probs"`.
+      kind: `"score"`, `"probs"` or `"sink"`.
       extras: the nodes that are passed in, as arguments in this order.
 
     Returns:
@@ -58,7 +58,10 @@ def emit_captured(
             positions = (n for n in nodes(captured.expr) if isinstance(n, Position))
             used = {atom for node in positions for atom in node.index.atoms}
             emitter = FunctionEmitter(values, inner, _atom_values(match, indices, used))
-            return [convert(widen(emitter.emit(captured.expr)), f32)]
+            result = convert(widen(emitter.emit(captured.expr)), f32)
+            if captured.factor != 1:
+                result = binary("multiply", result, constant(f32, captured.factor))
+            return [result]
 
         return outliner.function(f"hlo_opt.attention.{kind}", types, [tensor0(f32)], build)
 

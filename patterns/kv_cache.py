@@ -9,7 +9,7 @@ the old caches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxlib.mlir import ir
@@ -17,7 +17,15 @@ from jaxlib.mlir import ir
 from hlo_opt.ir.index import Space, shape_of
 from hlo_opt.ir.outline import Outliner
 from hlo_opt.ir.scalar import Apply, Const, Element, Expr, Position, Scalarizer, nodes, number
-from hlo_opt.ir.walk import defining_op, direction, element_type, ops_between, splat
+from hlo_opt.ir.walk import (
+    ORDERED_OPS,
+    defining_op,
+    direction,
+    element_type,
+    ops_between,
+    readers,
+    splat,
+)
 from hlo_opt.patterns.attention import PRODUCT, Attention, Operand
 from hlo_opt.patterns.captured import emit_captured
 from hlo_opt.patterns.score import Bound, Linear, NotLinear, analyse, key_bounds
@@ -107,6 +115,8 @@ def match_decode_attention(match: Attention) -> DecodeAttention | Refusal | None
     keys, values = updates
     if keys is None and values is None:
         return None
+    if match.statistics:
+        return Refusal("the attention over the cache is a part of one only", match.second)
     if keys is None or values is None:
         return Refusal("only one of keys and values is a cache that is updated", match.second)
     if keys.op == values.op:
@@ -384,51 +394,12 @@ def _with_ops(
 ) -> DecodeAttention | Refusal:
     boundary = DecodeAttention(match, keys, values, ()).operands
     inside: dict[ir.Operation, None] = {}
-    for last in (keys.op, values.op, match.second):
+    for last in (keys.op, values.op, match.ops[-1]):
         inside.update(dict.fromkeys(ops_between(last, boundary)))
     makers = {defining_op(value) for value in boundary}
-    for op in readers(match.second, (keys.result, values.result)):
+    for op in readers(match.ops[-1], (keys.result, values.result)):
         if op in makers:
             return Refusal("an operand is computed from the updated cache", op)
-        if op not in inside and op.name in _ORDERED:
+        if op not in inside and op.name in ORDERED_OPS:
             return Refusal(f"{op.name} uses the updated cache before the attention does", op)
     return DecodeAttention(match, keys, values, tuple(inside))
-
-
-# Ops that must keep their place among others of their kind.
-_ORDERED = frozenset(
-    {
-        "func.call",
-        "stablehlo.all_gather",
-        "stablehlo.all_reduce",
-        "stablehlo.all_to_all",
-        "stablehlo.collective_permute",
-        "stablehlo.custom_call",
-        "stablehlo.infeed",
-        "stablehlo.outfeed",
-        "stablehlo.recv",
-        "stablehlo.reduce_scatter",
-        "stablehlo.send",
-    }
-)
-
-
-def readers(last: ir.Operation, values: Iterable[ir.Value]) -> Iterator[ir.Operation]:
-    """Ops of `last`'s block, before it, that depend on `values`, in no particular order."""
-    seen: set[ir.Operation] = set()
-    pending = list(values)
-    while pending:
-        for use in pending.pop().uses:
-            op = _in_block(use.owner.operation, last.block)
-            if op is None or op in seen or op == last or not op.is_before_in_block(last):
-                continue
-            seen.add(op)
-            pending.extend(op.results)
-            yield op
-
-
-def _in_block(op: ir.Operation, block: ir.Block) -> ir.Operation | None:
-    """The op of `block` that is or holds `op`."""
-    while op is not None and op.block != block:
-        op = op.parent.operation if op.parent is not None else None
-    return op

@@ -98,14 +98,15 @@ def closed_functions(module: ir.Module) -> set[str]:
     return names
 
 
-def ops_named(name: str, module: ir.Module, skip: set[str]) -> list[ir.Operation]:
-    """Every op of a name outside the functions named in `skip`, in program order."""
+def ops_named(name: str | tuple[str, ...], module: ir.Module, skip: set[str]) -> list[ir.Operation]:
+    """Every op of a name, or of several, outside the functions named in `skip`, in order."""
     found: list[ir.Operation] = []
+    names = (name,) if isinstance(name, str) else name
 
     def visit(op: ir.Operation) -> ir.WalkResult:
         if op.name == "func.func" and symbol_name(op) in skip:
             return ir.WalkResult.SKIP
-        if op.name == name:
+        if op.name in names:
             found.append(op.operation)
         return ir.WalkResult.ADVANCE
 
@@ -127,3 +128,42 @@ def ops_between(last: ir.Operation, boundary: Iterable[ir.Value]) -> tuple[ir.Op
         yield op
 
     return tuple(visit(last))
+
+
+# Ops that must keep their place among others of their kind.
+ORDERED_OPS = frozenset(
+    {
+        "func.call",
+        "stablehlo.all_gather",
+        "stablehlo.all_reduce",
+        "stablehlo.all_to_all",
+        "stablehlo.collective_permute",
+        "stablehlo.custom_call",
+        "stablehlo.infeed",
+        "stablehlo.outfeed",
+        "stablehlo.recv",
+        "stablehlo.reduce_scatter",
+        "stablehlo.send",
+    }
+)
+
+
+def readers(last: ir.Operation, values: Iterable[ir.Value]) -> Iterator[ir.Operation]:
+    """Ops of `last`'s block, before it, that depend on `values`, in no particular order."""
+    seen: set[ir.Operation] = set()
+    pending = list(values)
+    while pending:
+        for use in pending.pop().uses:
+            op = _in_block(use.owner.operation, last.block)
+            if op is None or op in seen or op == last or not op.is_before_in_block(last):
+                continue
+            seen.add(op)
+            pending.extend(op.results)
+            yield op
+
+
+def _in_block(op: ir.Operation, block: ir.Block) -> ir.Operation | None:
+    """The op of `block` that is or holds `op`."""
+    while op is not None and op.block != block:
+        op = op.parent.operation if op.parent is not None else None
+    return op

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxlib.mlir import ir
+from meaning import composites
 
 from hlo_opt import ir as hlo_ir
 from hlo_opt.ir.walk import functions
@@ -33,18 +34,6 @@ def raised(fn: Callable[..., Any], *args: Any) -> tuple[ir.Module, PassContext]:
         one.run(module, ctx)
         module.operation.verify()
     return module, ctx
-
-
-def composites(module: ir.Module, name: str) -> list[ir.Operation]:
-    found: list[ir.Operation] = []
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.composite" and ir.StringAttr(op.attributes["name"]).value == name:
-            found.append(op)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    return found
 
 
 def strings(op: ir.Operation, name: str) -> list[str]:
