@@ -54,12 +54,12 @@ class BlockedAttention(AttentionKernel):
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from _type_reasons(spec)
+        yield from _size_reasons(spec)
         if spec.probs and not is_homogeneous(spec):
             yield "the function applied to the probabilities is no mask to zero and no factor"
         if spec.probs and not is_finite(spec.form):
             # Softmax of -inf alone is NaN, of which a guard makes zero.
             yield "a function is applied to probabilities that may be NaN"
-        yield from _size_reasons(spec)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         rows = max(ROWS // spec.size("group"), 16)
