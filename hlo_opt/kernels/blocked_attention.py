@@ -35,7 +35,7 @@ KEYS = 512
 # What is smaller stays in cache anyway, or makes tiles so small that the loops show: there the
 # decomposition is about as fast. Measured, see docs/performance.md.
 LOGITS_BYTES = 16 * 2**20
-SHORTEST = {"query": 64, "key": 512}
+SHORTEST = {"query": 256, "key": 512}
 
 
 @register_kernel

@@ -391,7 +391,7 @@ def test_statistics_that_do_not_fit_are_refused(attributes: str, reason: str) ->
         ((1, 1024, 8, D), (1, 1024, 8, D), ""),
         ((1, 1024, 2, D), (1, 1024, 2, D), "logits of 8 MB, less than 16 MB"),
         ((64, 256, 8, D), (64, 256, 8, D), "256 key positions, fewer than 512"),
-        ((64, 16, 8, D), (64, 2048, 8, D), "16 query positions, fewer than 64"),
+        ((16, 64, 8, D), (16, 2048, 8, D), "64 query positions, fewer than 256"),
     ],
 )
 def test_small_attentions_keep_their_decomposition(q: Any, k: Any, reason: str) -> None:
