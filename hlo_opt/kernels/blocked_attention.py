@@ -31,7 +31,7 @@ KEYS = 512
 # What is smaller stays in cache anyway, or makes tiles so small that the loops show: there the
 # decomposition is about as fast. Measured, see docs/performance.md.
 LOGITS_BYTES = 16 * 2**20
-SHORTEST = {"query": 64, "key": 512}
+SHORTEST = {"query": 256, "key": 512}
 
 
 @register_kernel
@@ -44,8 +44,8 @@ class BlockedAttention(AttentionKernel):
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from _type_reasons(spec)
-        yield from probs_reasons(spec)
         yield from _size_reasons(spec)
+        yield from probs_reasons(spec)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         rows = max(ROWS // spec.size("group"), 16)

@@ -98,7 +98,7 @@ def by_attributes(spec: AttentionSpec, operands: Sequence[Any]) -> list[np.ndarr
     p = jnp.broadcast_to(p, logits.shape)
     out = jnp.einsum("bhgqk,bhkd->bhgqd", p, v, precision="highest")
     results = [_laid_out(out, spec.out_dims, spec, "value_depth")]
-    for dims, statistic in zip(spec.statistics, (top, total), strict=False):
+    for (dims, _), statistic in zip(spec.statistics, (top, total), strict=False):
         results.append(_laid_out(statistic, dims, spec, "value_depth"))
     return [np.asarray(result) for result in results]
 

@@ -208,7 +208,8 @@ def test_near_misses_keep_their_meaning(fn: Callable[..., Any], extras: list[Any
     shapes = args(jnp.float32, *extras)
     found, _ = raised(fn, shapes)
     assert "" not in found
-    assert "sink" not in found
+    # Without a maximum, what is added to the sum is a sink.
+    assert ("sink" in found) == (fn is guarded_sum)
     report = verify_pipeline(module_of(fn, shapes), "raise", None)
     assert report.ok, report.table()
 
@@ -236,4 +237,4 @@ def test_a_statistic_used_before_the_values_are_there() -> None:
 
     found, reasons = raised(fn, args())
     assert found == []
-    assert "a row maximum or sum is used before the values are computed" in reasons
+    assert any("uses a row statistic before the attention ends" in r for r in reasons)
