@@ -482,7 +482,8 @@ class Program:
         s = self._dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1)
         inputs = (*self._loaded(tiles), *indices)
         before = top[...]
-        if scale is not None and scale > 0 and k.dtype != jnp.float32:
+        plain = scale is not None and scale > 0 and not self.spec.statistics
+        if plain and k.dtype != jnp.float32:
             # One product for an element instead of two: its scale and the base of the exponential.
             now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True) * scale)
             p = jnp.exp2(s * (scale * LOG2E) - _across(now * LOG2E, s.shape))
@@ -494,6 +495,8 @@ class Program:
                 inside = row < self.keys - indices[-1][0, 0, 0]
                 values = jnp.where(inside, values, jnp.zeros_like(values))
             s = s.reshape(self.rows, self.block_k)
+            if self.spec.statistics:  # the maximum is one of the scores as the original rounds them
+                s = s.astype(self.spec.statistics[0][1].dtype).astype(jnp.float32)
             now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
             p = jnp.exp(s - _across(now, s.shape))
         fade = jnp.exp(before - now)
