@@ -476,14 +476,13 @@ class Program:
 
         top, total, acc, *unguarded = scratch
         known = self.analysis.known if is_open else None
-        scale = self.analysis.scale if is_open else None
+        scale = self.analysis.scale if is_open and not self.spec.statistics else None
         shape = (self.groups, self.block_q, self.block_k)
         values = v[0, 0]
         s = self._dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1)
         inputs = (*self._loaded(tiles), *indices)
         before = top[...]
-        plain = scale is not None and scale > 0 and not self.spec.statistics
-        if plain and k.dtype != jnp.float32:
+        if scale is not None and scale > 0 and k.dtype != jnp.float32:
             # One product for an element instead of two: its scale and the base of the exponential.
             now = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True) * scale)
             p = jnp.exp2(s * (scale * LOG2E) - _across(now * LOG2E, s.shape))

@@ -375,7 +375,10 @@ def test_statistics_fit_each_other(dtype: str) -> None:
     )
     total = sum(np.float64(t) * f for (_, _, t), f in zip(parts, factors, strict=True))
     wanted = reference(whole, q, k, v)[0]
-    np.testing.assert_allclose(merged / total.reshape(shape), wanted, rtol=2e-5, atol=2e-6)
+    loose = 100 if dtype == "bfloat16" else 1  # scores are rounded to the maximum's type
+    np.testing.assert_allclose(
+        merged / total.reshape(shape), wanted, rtol=2e-5 * loose, atol=1e-4 * loose
+    )
 
 
 REFUSED = [
