@@ -45,6 +45,8 @@ ROWS = 1024
 FEW_ROWS, TERMS = 16, 16
 # Prefetched tables with more entries are made for all sequences together.
 LARGEST_TABLE = 1 << 15
+# Added to a tile's state: where a block of queries begins and ends.
+FIRST, LAST = 4, 8
 
 
 @register_kernel
@@ -108,7 +110,7 @@ class Steps:
       count: grid steps for one head.
       query: query block of each step, `[count]`.
       key: the key block that is fetched, `[sequences, count]`; one row if it is the same for all.
-      state: `OPEN`, `MIXED` or `CLOSED`, `[sequences, count]`.
+      state: `OPEN`, `MIXED` or `CLOSED`, plus `FIRST` and `LAST` in a row, `[sequences, count]`.
       kinds: states other than `CLOSED` that may occur.
     """
 
@@ -303,7 +305,8 @@ class Program:
             count=blocks * keys,
             query=np.repeat(np.arange(blocks, dtype=np.int32), keys),
             key=fetched.reshape(-1, blocks * keys).astype(jnp.int32),
-            state=states.reshape(-1, blocks * keys).astype(jnp.int32),
+            state=states.reshape(-1, blocks * keys).astype(jnp.int32)
+            + _ends(np.repeat(np.arange(blocks), keys)),
             kinds=kinds,
         )
 
@@ -382,14 +385,12 @@ class Program:
         tiles, outs, scratch = rest[:count], rest[count:-held], rest[-held:]
         b, h, t = (pl.program_id(axis) for axis in range(3))
         i, j = query[t], key[_entry(steps.key, b, t)]
-        kind = state[_entry(steps.state, b, t)]
-        last = steps.count - 1
-        first_here = (t == 0) | (query[jnp.maximum(t - 1, 0)] != i)
-        last_here = (t == last) | (query[jnp.minimum(t + 1, last)] != i)
+        place = state[_entry(steps.state, b, t)]
+        kind = place & (FIRST - 1)
         heads, positions = self._positions(h, i)
         rows = (jnp.full((1, 1, 1), b, jnp.int32), heads, positions)
 
-        @pl.when(first_here)
+        @pl.when((place & FIRST) != 0)
         def _() -> None:
             self._start(tiles, (*rows, jnp.zeros((1, 1, 1), jnp.int32)), scratch)
 
@@ -399,7 +400,7 @@ class Program:
             def _(one: int = one) -> None:
                 self._attend(one == OPEN, (*rows, self._keys(j)), q, k, v, tiles, scratch)
 
-        @pl.when(last_here)
+        @pl.when((place & LAST) != 0)
         def _() -> None:
             top, total, acc, *unguarded = scratch
             whole = jnp.sum(total[...], axis=1, keepdims=True)
@@ -547,9 +548,18 @@ def _compressed(states: np.ndarray) -> Steps:
         count=len(visited),
         query=visited[:, 0],
         key=visited[None, :, 1],
-        state=kinds[None],
+        state=(kinds + _ends(visited[:, 0]))[None],
         kinds=frozenset(kinds.tolist()),
     )
+
+
+def _ends(query: np.ndarray) -> np.ndarray:
+    """`FIRST` and `LAST` for the steps of each block of queries."""
+    change = np.flatnonzero(np.diff(query))
+    places = np.zeros(len(query), np.int32)
+    places[[0, *(change + 1)]] += FIRST
+    places[[*change, -1]] += LAST
+    return places
 
 
 def _interval(x: Any) -> Fact:
