@@ -9,7 +9,13 @@ from typing import ClassVar
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.outline import REPLACED, Outliner
-from hlo_opt.ir.walk import closed_functions, element_type, ops_named, readers
+from hlo_opt.ir.walk import (
+    closed_functions,
+    element_type,
+    in_block_order,
+    ops_named,
+    readers,
+)
 from hlo_opt.patterns import score
 from hlo_opt.patterns.attention import Attention, match_attention
 from hlo_opt.patterns.captured import emit_captured
@@ -81,9 +87,8 @@ def _outline(outliner: Outliner, match: Attention) -> ir.Operation:
 
 def move_readers(composite: ir.Operation, results: Sequence[ir.Value]) -> None:
     """Moves what reads some results of a composite, but stands before it, behind it."""
-    numbers = {op.operation: number for number, op in enumerate(composite.block.operations)}
     place = composite
-    for op in sorted(readers(composite, results), key=numbers.__getitem__):
+    for op in in_block_order(readers(composite, results)):
         op.move_after(place)
         place = op
 

@@ -41,7 +41,15 @@ from hlo_opt.ir.scalar import (
     nodes,
     number,
 )
-from hlo_opt.ir.walk import ORDERED_OPS, defining_op, element_type, ops_between, readers
+from hlo_opt.ir.walk import (
+    ORDERED_OPS,
+    defining_op,
+    element_type,
+    in_block_order,
+    is_float_convert,
+    ops_between,
+    readers,
+)
 from hlo_opt.patterns.softmax import (
     No,
     Refusal,
@@ -196,7 +204,7 @@ def _division(value: ir.Value) -> _Division | None:
         if len(uses) != 1:
             return None
         op, number = uses[0].owner.operation, uses[0].operand_number
-        if op.name == "stablehlo.convert" or op.name in LAYOUT_OPS - {"stablehlo.slice"}:
+        if is_float_convert(op) or op.name in LAYOUT_OPS - {"stablehlo.slice"}:
             moves.append(op)
             value = op.results[0]
             continue
@@ -463,7 +471,7 @@ class _Matcher:
         if index[self.softmax.axis].terms != ((key, 1),):
             raise No("the softmax is over another axis than the matmul contracts", self.second)
         applied = [n for n in nodes(expr) if isinstance(n, Apply)]
-        if all(n.op.name == "stablehlo.convert" for n in applied):
+        if all(is_float_convert(n.op) for n in applied):
             return None, index
         if self.softmax.total is not None and (
             self.division is None or not _is_multiple(expr, inner[0])
@@ -685,9 +693,8 @@ class _Matcher:
     ) -> tuple[ir.Operation, ...]:
         """All ops between the operands and the results."""
         lasts = [defining_op(value) for value in (self.result, *(s.value for s in statistics))]
-        ordered = sorted(filter(None, lasts), key=_Place)
         found: dict[ir.Operation, None] = {}
-        for last in ordered:
+        for last in in_block_order(filter(None, lasts)):
             found.update(dict.fromkeys(ops_between(last, boundary)))
         ops = tuple(found)
         known = {*boundary, *(result for op in ops for result in op.results)}
@@ -739,16 +746,6 @@ class _Matcher:
         for op in (first, self.second):
             if "algorithm" in op.attributes and str(op.attributes["algorithm"]) != _PLAIN_BF16:
                 raise No("a matmul asks for a particular algorithm", op)
-
-
-class _Place:
-    """Orders ops of one block."""
-
-    def __init__(self, op: ir.Operation) -> None:
-        self.op = op
-
-    def __lt__(self, other: _Place) -> bool:
-        return self.op.is_before_in_block(other.op)
 
 
 # What XLA does with bf16 operands on TPU anyway: one pass, accumulated in f32.

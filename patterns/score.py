@@ -94,7 +94,15 @@ class _Choice:
     no: float
 
 
-_Value = Linear | NotLinear | _Affine | _Choice | Data | AtLeast | Both | float
+@dataclass(frozen=True)
+class _Terms:
+    """A sum of additive masks, each 0 where it is open, and of a bias if `bias`."""
+
+    masks: tuple[Mask, ...]
+    bias: bool
+
+
+_Value = Linear | NotLinear | _Affine | _Choice | _Terms | Data | AtLeast | Both | float
 
 
 def analyse(function: ir.Operation, scalars: Collection[int] = ()) -> Linear | NotLinear:
@@ -148,6 +156,8 @@ def _convert(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     after = element_type(op.results[0])
     if isinstance(value, Linear):
         return value if isinstance(after, ir.FloatType) else None
+    if isinstance(value, _Terms):
+        return value if isinstance(after, ir.F32Type) else None
     if _is_bool(op.results[0]):
         return None
     if isinstance(value, _Affine):
@@ -219,7 +229,22 @@ def _add(op: ir.Operation, operands: list[_Value]) -> _Value | None:
         return _shifted(left, right)
     if isinstance(left, float | _Affine) and isinstance(right, float | _Affine):
         return _sum(_affine(left), _affine(right))
+    if not isinstance(element_type(op.results[0]), ir.F32Type | ir.BF16Type):
+        return None  # closed masks may add up to another number than in f32
+    terms = [_terms(value) for value in operands]
+    if any(term.masks for term in terms):
+        masks = tuple(mask for term in terms for mask in term.masks)
+        return _Terms(masks, any(term.bias for term in terms))
     return None
+
+
+def _terms(value: _Value) -> _Terms:
+    """What does not depend on the logit, as something that is added to it."""
+    if isinstance(value, _Terms):
+        return value
+    if isinstance(value, _Choice) and value.yes == 0.0:
+        return _Terms((Mask(value.predicate, value.no, True),), False)
+    return _Terms((), value != 0.0)
 
 
 def _subtract(op: ir.Operation, operands: list[_Value]) -> _Value | None:
@@ -236,6 +261,8 @@ def _shifted(logit: Linear, other: _Value) -> _Value | None:
         return NotLinear("the logit used twice")
     if other == 0.0:
         return logit
+    if isinstance(other, _Terms):
+        return replace(logit, masks=(*logit.masks, *other.masks), bias=logit.bias or other.bias)
     if isinstance(other, _Choice) and other.yes == 0.0:
         return replace(logit, masks=(*logit.masks, Mask(other.predicate, other.no, True)))
     return replace(logit, bias=True)

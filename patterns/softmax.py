@@ -24,7 +24,15 @@ from hlo_opt.ir.index import (
     pull_back,
     shape_of,
 )
-from hlo_opt.ir.walk import defining_op, direction, element_type, ops_between, reduction, splat
+from hlo_opt.ir.walk import (
+    defining_op,
+    direction,
+    element_type,
+    is_float_convert,
+    ops_between,
+    reduction,
+    splat,
+)
 
 # What a sink is: a tensor's element, or a number.
 Sink = tuple[ir.Value, list[Index]] | float
@@ -155,7 +163,7 @@ def _total(exponential: ir.Value) -> tuple[ir.Value, int] | None:
     """The result of a sum of the exponentials along one axis, and that axis."""
     for use in exponential.uses:
         op = use.owner.operation
-        if op.name == "stablehlo.convert":
+        if is_float_convert(op):
             found = _total(op.results[0])
             if found is not None:
                 return found
@@ -253,7 +261,7 @@ def _divisions(value: ir.Value) -> Iterator[tuple[ir.Value, _Statistic, ir.Value
     """Results of dividing `value` by something of its shape; what that must be, and what it is."""
     for use in value.uses:
         op = use.owner.operation
-        if op.name == "stablehlo.convert":
+        if is_float_convert(op):
             yield from _divisions(op.results[0])
         elif op.name == _DIVIDE and use.operand_number == 0:
             yield op.results[0], _SUM, op.operands[1]
@@ -270,7 +278,7 @@ def follow(value: ir.Value, index: list[Index], space: Space) -> tuple[ir.Value,
             except Opaque:
                 break
             value = op.operands[0]
-        elif op.name == "stablehlo.convert":
+        elif is_float_convert(op):
             value = op.operands[0]
         else:
             break
@@ -419,9 +427,7 @@ def _scaled_difference(value: ir.Value) -> tuple[ir.Value, float]:
     """What a value is a positive multiple of, through converts, and the factor."""
     factor = 1.0
     while (op := defining_op(value)) is not None:
-        if op.name == "stablehlo.convert" and isinstance(
-            element_type(op.operands[0]), ir.FloatType
-        ):
+        if is_float_convert(op):
             value = op.operands[0]
             continue
         scales = [splat(o) for o in op.operands] if op.name == "stablehlo.multiply" else []
@@ -600,7 +606,7 @@ def without_column(match: Softmax) -> Softmax | Refusal:
     result, cut = match.result, None
     while cut is None:
         uses = [use.owner.operation for use in result.uses]
-        if len(uses) != 1 or uses[0].name not in ("stablehlo.convert", "stablehlo.slice"):
+        if len(uses) != 1 or not (is_float_convert(uses[0]) or uses[0].name == "stablehlo.slice"):
             if match.total is not None:
                 cut = next((op for op in uses if op.name == "stablehlo.slice"), None)
             break
@@ -630,7 +636,7 @@ def without_column(match: Softmax) -> Softmax | Refusal:
 
 def _through_converts(value: ir.Value) -> tuple[ir.Operation | None, ir.Value]:
     op = defining_op(value)
-    while op is not None and op.name == "stablehlo.convert":
+    while op is not None and is_float_convert(op):
         value = op.operands[0]
         op = defining_op(value)
     return op, value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
 from jaxlib.mlir import ir
@@ -112,6 +113,22 @@ def ops_named(name: str | tuple[str, ...], module: ir.Module, skip: set[str]) ->
 
     module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
     return found
+
+
+def in_block_order(ops: Iterable[ir.Operation]) -> list[ir.Operation]:
+    """Ops of one block, sorted by their place in it."""
+
+    def compare(left: ir.Operation, right: ir.Operation) -> int:
+        return -1 if left.is_before_in_block(right) else int(left != right)
+
+    return sorted(ops, key=functools.cmp_to_key(compare))
+
+
+def is_float_convert(op: ir.Operation) -> bool:
+    """Whether the op converts floats to floats, which rounds at most."""
+    return op.name == "stablehlo.convert" and all(
+        isinstance(element_type(value), ir.FloatType) for value in (op.operands[0], op.results[0])
+    )
 
 
 def ops_between(last: ir.Operation, boundary: Iterable[ir.Value]) -> tuple[ir.Operation, ...]:

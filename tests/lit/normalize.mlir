@@ -49,3 +49,21 @@ func.func @bounded(%x: tensor<4xf32>) -> tensor<4xf32> {
   %0 = stablehlo.maximum %low, %x : tensor<4xf32>
   return %0 : tensor<4xf32>
 }
+
+// A matmul that contracts nothing is a product; its batch dimension comes first.
+// CHECK-LABEL: @outer
+// CHECK-NOT: dot_general
+// CHECK: stablehlo.convert %arg0 : (tensor<3xi32>) -> tensor<3xf32>
+// CHECK: stablehlo.multiply {{.*}} : tensor<3x2x4xf32>
+func.func @outer(%m: tensor<3xi32>, %x: tensor<2x3x4xf32>) -> tensor<3x2x4xf32> {
+  %0 = stablehlo.dot_general %m, %x, batching_dims = [0] x [1], contracting_dims = [] x [] : (tensor<3xi32>, tensor<2x3x4xf32>) -> tensor<3x2x4xf32>
+  return %0 : tensor<3x2x4xf32>
+}
+
+// Rounded to bf16 before they are multiplied, the factors would lose what the matmul keeps.
+// CHECK-LABEL: @narrow
+// CHECK: stablehlo.dot_general
+func.func @narrow(%a: tensor<3xf32>, %b: tensor<4xf32>) -> tensor<3x4xbf16> {
+  %0 = stablehlo.dot_general %a, %b, contracting_dims = [] x [] : (tensor<3xf32>, tensor<4xf32>) -> tensor<3x4xbf16>
+  return %0 : tensor<3x4xbf16>
+}

@@ -608,6 +608,18 @@ def gated_by_logits(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return values(jax.nn.softmax(x, axis=-1) * jax.nn.sigmoid(x), v)
 
 
+def probabilities_cut_to_integers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    p = jax.nn.softmax(logits(q, k), axis=-1)
+    return values((p * 8).astype(jnp.int32).astype(jnp.float32), v)
+
+
+def sum_of_integers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    x = logits(q, k)
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    total = e.astype(jnp.int32).sum(-1, keepdims=True).astype(jnp.float32)
+    return values(e / total, v)
+
+
 def values_by_query(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     p = jax.nn.softmax(logits(q, k), axis=-1)
     weights = jnp.sin(jnp.arange(S * T).reshape(S, T, 1))
@@ -664,3 +676,12 @@ def test_a_sum_over_some_keys_is_no_softmax() -> None:
     module, ctx = raised(sum_of_some_keys, *QKV)
     assert not composites(module, "hlo_opt.attention")
     assert not ctx.remarks
+
+
+def test_integers_in_between_are_no_softmax() -> None:
+    module, _ = raised(sum_of_integers, *QKV)
+    assert not composites(module, "hlo_opt.attention")
+    module, _ = raised(probabilities_cut_to_integers, *QKV)
+    for op in composites(module, "hlo_opt.attention"):
+        assert "probs" in ir.DictAttr(op.attributes["composite_attributes"])
+        assert_means_its_decomposition(op, module)

@@ -166,6 +166,24 @@ def test_additive_mask_and_bias() -> None:
     assert bias == Linear(1.0, bias=True)
 
 
+def test_masks_and_bias_that_are_summed_first() -> None:
+    body = (
+        "%a = stablehlo.select %e, %zero, %low : tensor<i1>, tensor<f32>\n"
+        "%s1 = stablehlo.add %a, %d : tensor<f32>\n"
+        f"%m = {COMPARE.format('GE', '%q', '%k')}\n"
+        "%c = stablehlo.select %m, %zero, %low : tensor<i1>, tensor<f32>\n"
+        "%s = stablehlo.add %c, %s1 : tensor<f32>\n"
+    )
+    result = form(body + "%r = stablehlo.add %s, %x : tensor<f32>")
+    assert isinstance(result, Linear)
+    assert result.bias
+    assert [mask.value for mask in result.masks] == [-1e9, -1e9]
+    assert describe(result) == "causal, mask from data, bias"
+    # Something else is done with the sum: it is a bias of unknown values.
+    other = "%t = stablehlo.tanh %s : tensor<f32>\n%r = stablehlo.add %x, %t : tensor<f32>"
+    assert form(body + other) == Linear(1.0, bias=True)
+
+
 def test_a_mask_that_is_open_where_false() -> None:
     body = "%a = stablehlo.select %e, %low, %zero : tensor<i1>, tensor<f32>\n"
     result = form(body + "%r = stablehlo.add %x, %a : tensor<f32>")
