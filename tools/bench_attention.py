@@ -256,11 +256,10 @@ def cycles(kernel: Kernel, cost: Cost, heads: int, sequence: int) -> float:
         kinds, rows, count, walks = [len(seen)], sequence // q, len(blocks), heads
     large = [r for r in cost.regions if r > 600]
     small = sum(cost.regions) - sum(large)
-    bodies = large if len(large) == len(kinds) else []
+    if len(large) != len(kinds):
+        return float("nan")  # bodies have branches of their own: not read by this method
     total = cost.step * count + small * rows
-    total += sum(n * length for n, length in zip(kinds, bodies, strict=False))
-    if not bodies:
-        total += sum(large) * rows
+    total += sum(n * length for n, length in zip(kinds, large, strict=True))
     return walks * total
 
 

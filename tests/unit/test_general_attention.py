@@ -138,13 +138,15 @@ MASKS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [-1e30, float(np.finfo(np.float32).min)])
 @pytest.mark.parametrize("name", MASKS)
 def test_numbers_of_every_mask(name: str, value: float) -> None:
     verify(attention(MASKS[name], value=value), shapes(**LONG))
 
 
-@pytest.mark.parametrize("name", set(MASKS) - {"nothing in the end"})
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(MASKS) - {"nothing in the end"}))
 def test_masks_of_minus_infinity(name: str) -> None:
     verify(attention(MASKS[name], value=-jnp.inf), shapes(**LONG))
 
