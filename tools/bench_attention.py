@@ -256,10 +256,10 @@ def cycles(kernel: Kernel, cost: Cost, heads: int, sequence: int) -> float:
         kinds, rows, count, walks = [len(seen)], sequence // q, len(blocks), heads
     large = [r for r in cost.regions if r > 600]
     small = sum(cost.regions) - sum(large)
-    if len(large) != len(kinds):
+    if len(large) != len(kinds) and (large or cost.step < 600):
         return float("nan")  # bodies have branches of their own: not read by this method
     total = cost.step * count + small * rows
-    total += sum(n * length for n, length in zip(kinds, large, strict=True))
+    total += sum(n * length for n, length in zip(kinds, large, strict=False))
     return walks * total
 
 
