@@ -254,9 +254,9 @@ def cycles(kernel: Kernel, cost: Cost, heads: int, sequence: int) -> float:
         blocks = [(i, j) for i in range(sequence // q) for j in range(sequence // k)]
         seen = [b for b in blocks if not kernel.causal or b[1] * k < (b[0] + 1) * q]
         kinds, rows, count, walks = [len(seen)], sequence // q, len(blocks), heads
-    large = [r for r in cost.regions if r > 600]
+    large = [r for r in cost.regions if r > 700]
     small = sum(cost.regions) - sum(large)
-    if len(large) != len(kinds) and (large or cost.step < 600):
+    if len(large) != len(kinds) and (large or cost.step < 700):
         return float("nan")  # bodies have branches of their own: not read by this method
     total = cost.step * count + small * rows
     total += sum(n * length for n, length in zip(kinds, large, strict=False))

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from hlo_opt.kernels import Candidate, register_kernel
+from hlo_opt.kernels import Candidate, No, register_kernel
 from hlo_opt.kernels.attention import (
     AttentionKernel,
     AttentionSpec,
     Captured,
+    FlashAttention,
     arrange,
     common_reasons,
     matmul_types,
@@ -30,6 +31,7 @@ from hlo_opt.kernels.attention import (
     restore,
 )
 from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Fact, Range, Tiling, analyse_tiles
+from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.patterns.score import FAR_BELOW, is_homogeneous
 from hlo_opt.targets import Target
 
@@ -58,6 +60,15 @@ class GeneralAttention(AttentionKernel):
 
     def precision(self, spec: AttentionSpec) -> str:
         return "highest" if _in_f16(spec) else super().precision(spec)
+
+    def supports(self, spec: AttentionSpec, target: Target) -> No | None:
+        # Predicted 1.1 to 1.2 times JAX's kernels there; see docs/performance.md.
+        deep = min(spec.size("depth"), spec.size("value_depth")) >= 256
+        if target.name == "tpu7x" and deep and spec.qk_type == "bf16":
+            others = (SplashAttention(), FlashAttention())
+            if any(kernel.supports(spec, target) is None for kernel in others):
+                return No("JAX's kernel is predicted to be faster at this depth")
+        return super().supports(spec, target)
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from common_reasons(_widened(spec))

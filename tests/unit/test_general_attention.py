@@ -402,6 +402,14 @@ def test_refusals(fn: Callable[..., Any], extras: tuple[Any, ...], reason: str) 
     assert reason in refusal.reason
 
 
+@pytest.mark.parametrize(
+    ("target", "depth", "ours"), [("tpu7x", 256, 0), ("tpu7x", 128, 1), ("v6e", 256, 1)]
+)
+def test_deep_rows_are_left_to_a_faster_kernel(target: str, depth: int, ours: int) -> None:
+    spec = spec_of(attention(causal), shapes(q=512, d=depth, dtype=BF16))
+    assert (GeneralAttention().supports(spec, get_target(target)) is None) == bool(ours)
+
+
 def _plant(spec: AttentionSpec, error: str) -> AttentionSpec:
     changed = {
         "scale": replace(spec, score=spec.score.replace("1.250000e-01", "1.270000e-01")),
