@@ -41,6 +41,8 @@ LOG2E = math.log2(math.e)
 ROLES = ("batch", "kv_head", "group", "query", "key")
 # What Mosaic computes in, on every generation.
 EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
+# Integers that are widened, where nothing is computed in them.
+NARROW_TYPES = frozenset({"int8", "uint8", "int16", "uint16"})
 # Rows of one block, over all heads of a group.
 ROWS = 1024
 # How many f32 products are summed in one go for few rows; see `decode_attention.TERMS`.
@@ -72,8 +74,9 @@ class GeneralAttention(AttentionKernel):
 
     def reasons(self, spec: AttentionSpec) -> Iterator[str]:
         yield from common_reasons(_widened(spec))
-        for extra in spec.extras:
-            if extra.dtype.name not in EXTRA_TYPES:
+        for number, extra in enumerate(spec.extras):
+            narrow = extra.dtype.name in NARROW_TYPES and _is_only_read(spec, 1 + number)
+            if extra.dtype.name not in EXTRA_TYPES and not narrow:
                 yield f"a mask or bias computed in {extra.dtype}"
         yield from probs_reasons(spec, guards=True)
 
@@ -85,6 +88,16 @@ class GeneralAttention(AttentionKernel):
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
         return Program(_widened(spec), **dict(candidate.config)).run
+
+
+def _is_only_read(spec: AttentionSpec, argument: int) -> bool:
+    """Whether captured functions only convert or compare an argument."""
+    for text in filter(None, (spec.score, spec.probs, spec.sink)):
+        captured = Captured(text)
+        for use in captured.function.regions[0].blocks[0].arguments[argument].uses:
+            if use.owner.operation.name not in ("stablehlo.convert", "stablehlo.compare"):
+                return False
+    return True
 
 
 def _in_f16(spec: AttentionSpec) -> bool:
@@ -211,9 +224,9 @@ class Program:
         """An extra, from `[batch, kv_head, group, query, key]`, as the kernel takes it."""
         import jax.numpy as jnp
 
-        if x.dtype == jnp.bool_:
+        if x.dtype == jnp.bool_ or x.dtype.name in NARROW_TYPES:
             large = x.shape[3] > 1 and x.shape[4] > 1 and self.tiling.block_q % 32 == 0
-            x = x.astype(jnp.int8 if large else jnp.int32)
+            x = x.astype(jnp.int8 if large and x.dtype in (jnp.bool_, jnp.int8) else jnp.int32)
         if self.flat and x.shape[2] * x.shape[3] > 1:
             x = jnp.broadcast_to(x, (*x.shape[:2], self.group, self.queries, x.shape[4]))
         return self._flattened(x)
@@ -527,10 +540,13 @@ class Program:
         """Extras of a tile, in the types the captured functions take."""
         import jax.numpy as jnp
 
-        return [
-            tile[0, 0].astype(jnp.int32) != 0 if type_.dtype == jnp.bool_ else tile[0, 0]
-            for tile, type_ in zip(tiles, self.spec.extras, strict=True)
-        ]
+        loaded = []
+        for tile, type_ in zip(tiles, self.spec.extras, strict=True):
+            x = tile[0, 0]
+            if type_.dtype == jnp.bool_ or type_.dtype.name in NARROW_TYPES:
+                x = x.astype(jnp.int32)
+            loaded.append(x != 0 if type_.dtype == jnp.bool_ else x)
+        return loaded
 
     def _dot(self, left: Any, right: Any, contracted: int) -> Any:
         """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32."""

@@ -282,6 +282,18 @@ GENERAL: dict[str, tuple[Callable[..., jax.Array], list[jax.ShapeDtypeStruct]]] 
             ((2, 1280), jnp.int32),
         ),
     ),
+    "masks of bytes": (
+        general(lambda q, k, m, n: (m[:, None, None] != 0) & (n[:, None, None, None] > 0)),
+        operands_of(
+            (2, 4, 1280, 64),
+            1280,
+            4,
+            64,
+            BF16,
+            ((2, 1280, 1280), jnp.int8),
+            ((2, 1280), jnp.uint8),
+        ),
+    ),
     "table": (
         general(lambda q, k, _: q >= k, lambda x, q, k, b: x + b),
         operands_of((1, 4, 2100, 64), 2100, 4, 64, F32, ((4, 1, 2100, 2100), F32)),
