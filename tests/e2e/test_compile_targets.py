@@ -126,6 +126,7 @@ def test_splash_attention_fits(
     assert compile_module(lowered.module, target).kernels == 1
 
 
+@pytest.mark.usefixtures("library_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_deepest_splash_attention_fits(dtype: Any) -> None:
     shapes = [jax.ShapeDtypeStruct((1, 2048, heads, 512), dtype) for heads in (4, 2, 2)]
