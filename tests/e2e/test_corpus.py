@@ -89,7 +89,7 @@ def test_numbers_hold_with_kernels_interpreted(name: str) -> None:
     report = verify_pipeline(hlo_ir.read(CORPUS / name), "inference", "v5e")
     assert report.numerics_ok, report.table()
     assert report.kernels == FIRST_LIGHT[name]
-        assert report.ok, report.table()
+    assert report.ok, report.table()
 
 
 def test_no_module_fails_and_raising_is_idempotent() -> None:
