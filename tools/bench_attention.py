@@ -3,10 +3,10 @@
 Method (a first, simple one): libtpu writes the final instruction bundles of a kernel
 (`*packed-bundles-post-ra.txt`, with stalls). A Pallas kernel is one loop over grid steps with
 predicated regions: the start of a row of blocks, the bodies for the kinds of tiles, its end. Time
-is bundles x how often each runs, at one bundle a cycle; where reading a block's keys and values
-takes longer, that. How often is known from which tiles are visited. Kernels on two cores (v5p) are
-taken to split evenly. XLA's own fusions, whose loops are nested, are beyond this method. Nothing
-here was measured on a TPU.
+is bundles x how often each runs, at one bundle a cycle. How often is known from which tiles are
+visited. Memory is not modelled: reading keys and values is taken to hide behind the work on them.
+Kernels on two cores (v5p) are taken to split evenly. XLA's own fusions, whose loops are nested, are
+beyond this method. Nothing here was measured on a TPU.
 
     python tools/bench_attention.py --targets v5e v6e --update docs/performance.md
 """
