@@ -527,13 +527,13 @@ def formula(
 ) -> list[Any]:
     """What `docs/composites.md` says an attention composite means, on whole float64 arrays."""
     rows = ("batch", "kv_head", "group", "query", "key")
-    q = _arranged(x[0], spec.q_dims, spec, (*rows[:4], "depth"))
-    k = _arranged(x[1], spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
-    v = _arranged(x[2], spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
+    q = arrange(x[0], spec.q_dims, spec, (*rows[:4], "depth"))
+    k = arrange(x[1], spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
+    v = arrange(x[2], spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
     logits = np.einsum("bhgqd,bhkd->bhgqk", q, k)
     shape = logits.shape
     extras = [
-        np.broadcast_to(_arranged(e, dims, spec, rows), shape)
+        np.broadcast_to(arrange(e, dims, spec, rows), shape)
         for e, dims in zip(x[3:], spec.extra_dims, strict=True)
     ]
     b, h, g, n, m = np.indices(shape)
@@ -555,18 +555,10 @@ def formula(
     if probs is not None:
         p = np.broadcast_to(probs(p, *extras, *indices), shape)
     out = np.einsum("bhgqk,bhkd->bhgqd", p, v)
-    results = [_restored(out, spec, None)]
+    results = [restore(out, spec)]
     if spec.statistics:
-        results += [_restored(top, spec, 0), _restored(total, spec, 1)]
+        results += [restore(top, spec, 0), restore(total, spec, 1)]
     return results
-
-
-def _arranged(x: Any, dims: Any, spec: AttentionSpec, wanted: Sequence[str]) -> Any:
-    return arrange(np.asarray(x), dims, spec, wanted)
-
-
-def _restored(x: Any, spec: AttentionSpec, statistic: int | None) -> Any:
-    return restore(x, spec, statistic)
 
 
 def _wide(x: np.ndarray) -> np.ndarray:

@@ -62,7 +62,7 @@ class Cost:
     regions: tuple[int, ...]
 
 
-def build(kernel: Kernel, sequence: int) -> tuple[Any, list[Any], Any]:
+def build(kernel: Kernel, sequence: int) -> tuple[Any, list[Any]]:
     """The kernel as a JAX function on `[batch, head, position, depth]`, and its arguments."""
     import jax
     import ml_dtypes
@@ -86,7 +86,7 @@ def build(kernel: Kernel, sequence: int) -> tuple[Any, list[Any], Any]:
                 q, k, v, causal=kernel.causal, sm_scale=scale, block_sizes=blocks
             )
 
-        return fn, args, None
+        return fn, args
     if kernel.name == "splash":
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -99,18 +99,19 @@ def build(kernel: Kernel, sequence: int) -> tuple[Any, list[Any], Any]:
                 q, k, v
             )
 
-        return fn, args, None
+        return fn, args
     spec, program = ours(kernel, sequence, 2)
-    return program.run, list(spec.arguments), program
+    return program.run, list(spec.arguments)
 
 
 def ours(kernel: Kernel, sequence: int, kv_heads: int) -> tuple[Any, Any]:
     """Our kernel's description and program."""
     import jax
     import jax.numpy as jnp
-    from jaxlib.mlir import ir
+    from meaning import composites
 
     from hlo_opt import ir as hlo_ir
+    from hlo_opt.kernels import No
     from hlo_opt.kernels.general_attention import GeneralAttention, Program
     from hlo_opt.pipeline import PassContext, run_pipeline
     from hlo_opt.targets import get_target
@@ -141,15 +142,9 @@ def ours(kernel: Kernel, sequence: int, kv_heads: int) -> tuple[Any, Any]:
         args.append(jax.ShapeDtypeStruct((heads,), jnp.float32))
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     module = run_pipeline(hlo_ir.parse(text), "raise", PassContext())
-    found: list[Any] = []
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.composite":
-            found.append(GeneralAttention().spec(op.operation, module))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    (spec,) = found
+    (op,) = composites(module, "hlo_opt.attention")
+    spec = GeneralAttention().spec(op, module)
+    assert not isinstance(spec, No), spec.reason
     candidate = GeneralAttention().candidates(spec, get_target(kernel.target))[0]
     config = dict(candidate.config)
     if kernel.blocks:
@@ -164,7 +159,7 @@ def compile_here(kernel: Kernel) -> None:
     from hlo_opt.targets import get_target
     from hlo_opt.trace import lower_function
 
-    fn, args, _ = build(kernel, max(SEQUENCES[0], 2 * max(kernel.blocks or (0,))))
+    fn, args = build(kernel, max(SEQUENCES[0], 2 * max(kernel.blocks or (0,))))
     target = get_target(kernel.target)
     bytecode = lower_function(fn, args, platform="tpu", device_kind=target.device_kind)
     compat.compile_for_topology(hlo_ir.parse(bytecode), target.topology, {})
@@ -350,21 +345,11 @@ def main() -> int:
         facts = json.loads(options.worker)
         compile_here(Kernel(**{**facts, "blocks": tuple(facts["blocks"])}))
         return 0
-    head = [
-        "target, mask, heads, S, D",
-        "ours",
-        "flash",
-        "splash",
-        "XLA",
-        "scored",
-        "ratio",
-        "x limit",
-    ]
-    table = [
-        head,
-        ["---"] * len(head),
-        *table_rows(Cache(options.cache), options.targets, options.depths),
-    ]
+    head = ["target, mask, heads, S, D", "ours", "flash", "splash", "scored"]
+    head += ["ours / best library", "ours / limit"]
+    found = list(table_rows(Cache(options.cache), options.targets, options.depths))
+    assert all(len(row) == len(head) for row in found)
+    table = [head, ["---"] * len(head), *found]
     text = "\n".join("| " + " | ".join(row) + " |" for row in table)
     print(text)
     if options.update is not None:

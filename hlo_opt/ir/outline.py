@@ -87,15 +87,14 @@ class Outliner:
         operands: Sequence[ir.Value],
         results: Sequence[ir.Value],
         attributes: dict[str, ir.Attribute],
-        before: ir.Operation | None = None,
     ) -> ir.Operation:
         """Replaces `results` by a composite of `ops`, which are marked as replaced.
 
         Args:
           name: the composite's name.
-          ops: everything computed between `operands` and `results`, operands before users.
+          ops: everything computed between `operands` and `results`, operands before users. The
+            composite stands where the last of them stood.
           attributes: `composite_attributes`.
-          before: what the composite stands before; the last of `ops` by default.
         """
 
         def build(arguments: Sequence[ir.Value]) -> Sequence[ir.Value]:
@@ -113,7 +112,7 @@ class Outliner:
         made = [result.type for result in results]
         decomposition = self.function(f"{name}.impl", types, made, build)
         i32 = ir.IntegerType.get_signless(32, self.module.context)
-        with self.module.context, _fused(ops), ir.InsertionPoint(before or ops[-1]):
+        with self.module.context, _fused(ops), ir.InsertionPoint(ops[-1]):
             composite = ir.Operation.create(
                 "stablehlo.composite",
                 made,

@@ -1,8 +1,7 @@
 """Kernels that composites are lowered to, one file per kernel.
 
 A kernel is a JAX function (for TPU with a `pallas_call` inside), built for a composite's exact
-shapes. Modules of this package register theirs with `register_kernel`;
-`kernels_for` finds them.
+shapes. Modules of this package register theirs with `register_kernel`; `kernels_for` finds them.
 """
 
 from __future__ import annotations

@@ -31,6 +31,15 @@ from hlo_opt.patterns.score import (
 )
 from hlo_opt.targets import Target
 
+LANES = 128
+# What Mosaic computes in, on every generation.
+EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
+# What captured functions vary over, in the order of a tile's dimensions.
+ROLES = ("batch", "kv_head", "group", "query", "key")
+# How many f32 products are summed in one go for few rows. Summing in a row, as CPUs do in the
+# interpreter, 16 keep the error below that of XLA's own matrix-vector products; a TPU has no use
+# for it.
+TERMS = 16
 # What the kernel itself adds where its causal mask is closed: 0.7 of the lowest f32.
 MASKED = -0.7 * 3.4028234663852886e38
 
@@ -268,6 +277,26 @@ def restore(x: Any, spec: AttentionSpec, statistic: int | None = None) -> Any:
     return x.reshape(type_.shape)
 
 
+def dot(left: Any, right: Any, contracted: int, terms: int | None = None) -> Any:
+    """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32.
+
+    Args:
+      terms: the sum is made of sums of so many products: what is summed in one go loses precision
+        with its length.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    dims = (((1,), (contracted,)), ((), ()))
+    step = terms or left.shape[1]
+    total: Any = 0.0
+    for first in range(0, left.shape[1], step):
+        part = slice(first, first + step)
+        pair = (left[:, part], right[:, part] if contracted else right[part])
+        total += jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
+    return total
+
+
 class Captured:
     """A captured scalar function, to be called on arrays that broadcast together.
 
@@ -291,9 +320,8 @@ def score_bias(spec: AttentionSpec, extras: Sequence[Any]) -> Any:
     """The score of a zero logit, `[batch, kv_head, group, query, key]`, sizes 1 where constant."""
     import jax.numpy as jnp
 
-    wanted = ("batch", "kv_head", "group", "query", "key")
     tiles = [
-        arrange(extra, dims, spec, wanted)
+        arrange(extra, dims, spec, ROLES)
         for extra, dims in zip(extras, spec.extra_dims, strict=True)
     ]
     batch = math.prod(spec.size(role) for role in spec.batch_roles)

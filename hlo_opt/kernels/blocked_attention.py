@@ -13,10 +13,12 @@ from typing import Any
 
 from hlo_opt.kernels import Candidate, register_kernel
 from hlo_opt.kernels.attention import (
+    ROLES,
     AttentionKernel,
     AttentionSpec,
     Captured,
     arrange,
+    dot,
     matmul_types,
     probs_reasons,
     restore,
@@ -138,7 +140,7 @@ class _Program:
         v = arrange(v, spec.v_dims, spec, (*outer, "key", "value_depth")).astype(pv_type)
         q, k, v = self._padded(q, 3, 0), self._padded(k, 2, 1), self._padded(v, 2, 1)
         tiles = [
-            self._padded(self._padded(arrange(x, dims, spec, _ROLES), 3, 0), 4, 1)
+            self._padded(self._padded(arrange(x, dims, spec, ROLES), 3, 0), 4, 1)
             for x, dims in zip(extras, spec.extra_dims, strict=True)
         ]
         leaks = self._leaks(v) if self.skips else None
@@ -304,7 +306,7 @@ class _Program:
             at = (*place, j * block, 0)
             keys, values = (self._slice(x, at, (block, x.shape[3])) for x in (k, v))
             context = self._context(place, i, j * block, block, tiles)
-            logits = _dot(rows.reshape(-1, rows.shape[2]), keys, 1).reshape(shape)
+            logits = dot(rows.reshape(-1, rows.shape[2]), keys, 1).reshape(shape)
             scores = jnp.broadcast_to(self.score(logits, *context), shape)
             if count * block != length:
                 scores = jnp.where(context[-1] < length, scores, -jnp.inf)
@@ -315,19 +317,7 @@ class _Program:
             total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
             if self.probs is not None:
                 weights = jnp.broadcast_to(self.probs(weights, *context), shape)
-            added = _dot(weights.reshape(-1, block).astype(v.dtype), values, 0)
+            added = dot(weights.reshape(-1, block).astype(v.dtype), values, 0)
             return top, total, out * decay + added.reshape(out.shape)
 
         return step
-
-
-_ROLES = ("batch", "kv_head", "group", "query", "key")
-
-
-def _dot(left: Any, right: Any, contracted: int) -> Any:
-    """A matmul of two matrices with f32 sums."""
-    import jax
-    import jax.numpy as jnp
-
-    dims = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)

@@ -25,11 +25,15 @@ import numpy as np
 from hlo_opt import compat
 from hlo_opt.kernels import Candidate, register_kernel
 from hlo_opt.kernels.attention import (
+    EXTRA_TYPES,
+    LANES,
+    TERMS,
     AttentionKernel,
     AttentionSpec,
     Captured,
     arrange,
     common_reasons,
+    dot,
     matmul_types,
     probs_reasons,
     restore,
@@ -38,15 +42,9 @@ from hlo_opt.kernels.attention import (
 from hlo_opt.patterns.score import FAR_BELOW, Linear
 from hlo_opt.targets import Target
 
-LANES = 128
-# How many f32 products are summed in one go. Summing in a row, as CPUs do in the interpreter, 16
-# keep the error below that of XLA's own matrix-vector products; a TPU has no use for it.
-TERMS = 16
 # What two buffers of a block of keys and one of values may take of the 16 MB of VMEM that v5e
 # gives a kernel; queries, extras and results are small beside them.
 BLOCK_BYTES = 8 * 2**20
-# What Mosaic computes in, on every generation.
-EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -392,7 +390,7 @@ class _Program:
         top, total, acc = state
         qk_type, pv_type = matmul_types(self.spec)
         sides = [0 if layout.name == "lanes" else 1 for layout in self.layouts]
-        logit = _dot(q.astype(qk_type), k.astype(qk_type), sides[0])
+        logit = dot(q.astype(qk_type), k.astype(qk_type), sides[0], _terms(qk_type))
         heads = head * self.group + jax.lax.broadcasted_iota(jnp.int32, (self.group, 1), 0)
         keys = first + jax.lax.broadcasted_iota(jnp.int32, (1, self.block), 1)
         inputs = (*self._typed(extras), b, heads, jnp.int32(0), keys)
@@ -406,7 +404,8 @@ class _Program:
         total[head] = total[head] * fade + jnp.sum(p, axis=1, keepdims=True)
         if self.probs is not None:
             p = jnp.broadcast_to(self.probs(p, *inputs), p.shape)
-        acc[head] = acc[head] * fade + _dot(p.astype(pv_type), v.astype(pv_type), 1 - sides[1])
+        product = dot(p.astype(pv_type), v.astype(pv_type), 1 - sides[1], _terms(pv_type))
+        acc[head] = acc[head] * fade + product
         top[head] = now
 
     def _typed(self, extras: list[Any]) -> list[Any]:
@@ -453,20 +452,6 @@ def _least(j: Any, last: Any) -> Any:
     return jnp.minimum(j, last)
 
 
-def _dot(left: Any, right: Any, contracted: int) -> Any:
-    """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32.
-
-    In f32 the sum is made of short ones: what is summed in one go loses with its length.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    length = left.shape[1]
-    step = length if left.dtype != jnp.float32 else min(length, TERMS)
-    total: Any = 0.0
-    for first in range(0, length, step):
-        part = slice(first, first + step)
-        pair = (left[:, part], right[:, part] if contracted else right[part])
-        dims = (((1,), (contracted,)), ((), ()))
-        total += jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
-    return total
+def _terms(type_: Any) -> int | None:
+    """How many products of a type are summed in one go; None for all."""
+    return TERMS if np.dtype(type_) == np.float32 else None

@@ -20,12 +20,17 @@ import numpy as np
 
 from hlo_opt.kernels import Candidate, No, register_kernel
 from hlo_opt.kernels.attention import (
+    EXTRA_TYPES,
+    LANES,
+    ROLES,
+    TERMS,
     AttentionKernel,
     AttentionSpec,
     Captured,
     FlashAttention,
     arrange,
     common_reasons,
+    dot,
     matmul_types,
     probs_reasons,
     restore,
@@ -35,18 +40,14 @@ from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.patterns.score import FAR_BELOW, is_homogeneous
 from hlo_opt.targets import Target
 
-LANES = 128
 LOWEST = float(np.finfo(np.float32).min)
 LOG2E = math.log2(math.e)
-ROLES = ("batch", "kv_head", "group", "query", "key")
-# What Mosaic computes in, on every generation.
-EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
 # Integers that are widened, where nothing is computed in them.
 NARROW_TYPES = frozenset({"int8", "uint8", "int16", "uint16"})
 # Rows of one block, over all heads of a group.
 ROWS = 1024
-# How many f32 products are summed in one go for few rows; see `decode_attention.TERMS`.
-FEW_ROWS, TERMS = 16, 16
+# With no more rows f32 products are summed `TERMS` at a time.
+FEW_ROWS = 16
 # Prefetched tables with more entries are made for all sequences together.
 LARGEST_TABLE = 1 << 15
 # Added to a tile's state: where a block of queries begins and ends.
@@ -205,13 +206,11 @@ class Program:
         nothing = total == 0  # all scores are -inf: the exponentials of their differences are NaN
         total, out = (jnp.where(nothing, jnp.nan, x) for x in (total, out))
         top = jnp.where(nothing, -jnp.inf, top)
-        kept = top.astype(spec.statistics[0][1].dtype)
-        # Both sums are relative to the maximum as it is returned, which may be rounded.
-        shift = _exp_difference(top, kept.astype(top.dtype))
+        top_type, total_type = (type_.dtype for _, type_ in spec.statistics)
         return (
-            restore((out * shift).astype(spec.result.dtype), spec),
-            restore(kept, spec, 0),
-            restore((total * shift).astype(spec.statistics[1][1].dtype), spec, 1),
+            restore(out.astype(spec.result.dtype), spec),
+            restore(top.astype(top_type), spec, 0),  # exact: scores are rounded to it
+            restore(total.astype(total_type), spec, 1),
         )
 
     def _flattened(self, x: Any) -> Any:
@@ -504,7 +503,7 @@ class Program:
         scale = self.analysis.scale if is_open and not self.spec.statistics else None
         shape = (self.groups, self.block_q, self.block_k)
         values = v[0, 0]
-        s = self._dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1)
+        s = dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1, self._terms(k))
         inputs = (*self._loaded(tiles), *indices)
         before = top[...]
         if scale is not None and scale > 0 and k.dtype != jnp.float32:
@@ -533,7 +532,7 @@ class Program:
         if self.probs is not None:
             p = jnp.broadcast_to(self.probs(p.reshape(shape), *inputs, known=known), shape)
             p = p.reshape(self.rows, self.block_k)
-        product = self._dot(p.astype(values.dtype), values, 0)
+        product = dot(p.astype(values.dtype), values, 0, self._terms(values))
         acc[...] = acc[...] * _across(fade, acc.shape) + product
 
     def _loaded(self, tiles: Sequence[Any]) -> list[Any]:
@@ -548,21 +547,10 @@ class Program:
             loaded.append(x != 0 if type_.dtype == jnp.bool_ else x)
         return loaded
 
-    def _dot(self, left: Any, right: Any, contracted: int) -> Any:
-        """`[m, n]` of `left` `[m, d]` and `right`, whose dimension `contracted` is d; f32."""
-        import jax
-        import jax.numpy as jnp
-
-        dims = (((1,), (contracted,)), ((), ()))
-        length = left.shape[1]
-        few = self.rows <= FEW_ROWS and left.dtype == jnp.float32
-        step = TERMS if few else length
-        total: Any = 0.0
-        for first in range(0, length, step):
-            part = slice(first, min(first + step, length))
-            pair = (left[:, part], right[:, part] if contracted else right[part])
-            total += jax.lax.dot_general(*pair, dims, preferred_element_type=jnp.float32)
-        return total
+    def _terms(self, x: Any) -> int | None:
+        """How many products are summed in one go; None for all."""
+        few = self.rows <= FEW_ROWS and np.dtype(x.dtype) == np.float32
+        return TERMS if few else None
 
 
 def _compressed(states: np.ndarray) -> Steps:
@@ -601,13 +589,6 @@ def _interval(x: Any) -> Fact:
 def _entry(table: Any, b: Any, t: Any) -> Any:
     """The place in a flattened table `[sequences or 1, count]`."""
     return b * table.shape[1] + t if table.shape[0] > 1 else t
-
-
-def _exp_difference(a: Any, b: Any) -> Any:
-    """exp(a - b), 1 where both are the same, infinite or not."""
-    import jax.numpy as jnp
-
-    return jnp.where(a == b, 1.0, jnp.exp(a - b))
 
 
 def _across(x: Any, shape: tuple[int, ...]) -> Any:

@@ -59,8 +59,6 @@ class Logit:
 
 Fact = Range | Truth | Logit | None
 
-UNKNOWN: Fact = None
-
 
 def facts(
     function: ir.Operation,
