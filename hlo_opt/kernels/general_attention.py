@@ -35,7 +35,7 @@ from hlo_opt.kernels.attention import (
     probs_reasons,
     restore,
 )
-from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Fact, Range, Tiling, analyse_tiles
+from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Analysis, Fact, Range, Tiling, analyse_tiles
 from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.patterns.score import FAR_BELOW, is_homogeneous
 from hlo_opt.targets import Target
@@ -137,6 +137,7 @@ class Steps:
       key: the key block that is fetched, `[sequences, count]`; one row if it is the same for all.
       state: `OPEN`, `MIXED` or `CLOSED`, plus `FIRST` and `LAST` in a row, `[sequences, count]`.
       kinds: states other than `CLOSED` that may occur.
+      analysis: what was found, for open tiles.
     """
 
     count: int
@@ -144,6 +145,7 @@ class Steps:
     key: Any
     state: Any
     kinds: frozenset[int]
+    analysis: Analysis
 
 
 class Program:
@@ -175,9 +177,8 @@ class Program:
             self.probs.function, guards_only=True
         )
         self.sink = Captured(spec.sink) if spec.sink else None
-        self.analysis = self._analyse([None] * len(spec.extras))
 
-    def _analyse(self, extras: Sequence[Fact]) -> Any:
+    def _analyse(self, extras: Sequence[Fact]) -> Analysis:
         sizes = (self.batch, self.heads * self.group)
         return analyse_tiles(self.score.function, self.tiling, sizes, extras)
 
@@ -236,20 +237,21 @@ class Program:
         Args:
           extras: as `[batch, kv_head, group, query, key]`.
         """
-        states = np.asarray(self.analysis.states)
-        if extras and not (states == CLOSED).any():
-            self.analysis = self._analyse([_interval(x) for x in extras])
-            states = self.analysis.states
-        if not isinstance(states, np.ndarray):
-            return self._dynamic_steps(states, extras, frozenset({OPEN, MIXED}))
-        states = self._edges(states, np)
+        analysis = self._analyse([None] * len(extras))
+        if extras and not (np.asarray(analysis.states) == CLOSED).any():
+            analysis = self._analyse([_interval(x) for x in extras])
+        if not isinstance(analysis.states, np.ndarray):
+            seen = self._rows_see_a_key(extras)
+            return self._dynamic_steps(analysis, analysis.states, seen, frozenset({OPEN, MIXED}))
+        states = self._edges(analysis.states, np)
         if not (states == CLOSED).any():
-            return _compressed(states)
+            return _compressed(analysis, states)
         seen = self._rows_see_a_key(extras)
         if isinstance(seen, np.ndarray):
-            return _compressed(states if seen.all() else np.where(states, states, MIXED))
+            states = states if seen.all() else np.where(states, states, MIXED)
+            return _compressed(analysis, states)
         kinds = frozenset({*states.ravel().tolist(), MIXED} - {CLOSED})
-        return self._dynamic_steps(states, extras, kinds, seen)
+        return self._dynamic_steps(analysis, states, seen, kinds)
 
     def _edges(self, states: Any, xp: Any) -> Any:
         """A partial block of keys at the end is never open."""
@@ -304,15 +306,13 @@ class Program:
             return np.asarray(seen(*[jnp.zeros((1,) * 5)] * len(extras)))
 
     def _dynamic_steps(
-        self, states: Any, extras: Sequence[Any], kinds: frozenset[int], seen: Any = None
+        self, analysis: Analysis, states: Any, seen: Any, kinds: frozenset[int]
     ) -> Steps:
         """All tiles; closed ones are skipped where every row of their block sees a key."""
         import jax
         import jax.numpy as jnp
 
         states = self._edges(states, jnp)
-        if seen is None:
-            seen = self._rows_see_a_key(extras)
         seen = jnp.asarray(seen)
         blocks, keys = self.tiling.shape
         size = self.tiling.block_q
@@ -331,6 +331,7 @@ class Program:
             state=states.reshape(-1, blocks * keys).astype(jnp.int32)
             + _ends(np.repeat(np.arange(blocks), keys)),
             kinds=kinds,
+            analysis=analysis,
         )
 
     def _call(self, steps: Steps, q: Any, k: Any, v: Any, tiles: list[Any]) -> Any:
@@ -421,7 +422,8 @@ class Program:
 
             @pl.when(kind == one)
             def _(one: int = one) -> None:
-                self._attend(one == OPEN, (*rows, self._keys(j)), q, k, v, tiles, scratch)
+                opened = steps.analysis if one == OPEN else None
+                self._attend(opened, (*rows, self._keys(j)), q, k, v, tiles, scratch)
 
         @pl.when((place & LAST) != 0)
         def _() -> None:
@@ -486,7 +488,7 @@ class Program:
 
     def _attend(
         self,
-        is_open: bool,
+        opened: Analysis | None,
         indices: tuple[Any, ...],
         q: Any,
         k: Any,
@@ -494,13 +496,17 @@ class Program:
         tiles: Sequence[Any],
         scratch: Any,
     ) -> None:
-        """Online softmax over one tile."""
+        """Online softmax over one tile.
+
+        Args:
+          opened: what is known of an open tile; None for another.
+        """
         import jax
         import jax.numpy as jnp
 
         top, total, acc, *unguarded = scratch
-        known = self.analysis.known if is_open else None
-        scale = self.analysis.scale if is_open and not self.spec.statistics else None
+        known = opened.known if opened is not None else None
+        scale = opened.scale if opened is not None and not self.spec.statistics else None
         shape = (self.groups, self.block_q, self.block_k)
         values = v[0, 0]
         s = dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1, self._terms(k))
@@ -512,7 +518,7 @@ class Program:
             p = jnp.exp2(s * (scale * LOG2E) - _across(now * LOG2E, s.shape))
         else:
             s = jnp.broadcast_to(self.score(s.reshape(shape), *inputs, known=known), shape)
-            if self.keys % self.block_k and not is_open:
+            if self.keys % self.block_k and opened is None:
                 s = jnp.where(indices[-1] < self.keys, s, -jnp.inf)
                 row = jax.lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
                 inside = row < self.keys - indices[-1][0, 0, 0]
@@ -553,7 +559,7 @@ class Program:
         return TERMS if few else None
 
 
-def _compressed(states: np.ndarray) -> Steps:
+def _compressed(analysis: Analysis, states: np.ndarray) -> Steps:
     """The tiles that are not closed, and one for every block of queries, whose result is due."""
     states = states.copy()
     states[~states.any(axis=1), 0] = MIXED
@@ -565,6 +571,7 @@ def _compressed(states: np.ndarray) -> Steps:
         key=visited[None, :, 1],
         state=(kinds + _ends(visited[:, 0]))[None],
         kinds=frozenset(kinds.tolist()),
+        analysis=analysis,
     )
 
 

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxlib.mlir import ir
+from meaning import by_attributes, composites
 
 from hlo_opt import compat
 from hlo_opt import ir as hlo_ir
 from hlo_opt.ir.signature import ArrayType
 from hlo_opt.kernels import No
-from hlo_opt.kernels.attention import AttentionSpec, Captured, arrange
+from hlo_opt.kernels.attention import AttentionSpec, arrange
 from hlo_opt.kernels.general_attention import FIRST, GeneralAttention, Program
 from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN
 from hlo_opt.passes import lower_composites
@@ -80,15 +81,8 @@ def module_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> ir.Module:
 
 def spec_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> AttentionSpec:
     module = run_pipeline(module_of(fn, args), "raise", PassContext())
-    found: list[Any] = []
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.composite":
-            found.append(GeneralAttention().spec(op.operation, module))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    (spec,) = found
+    (op,) = composites(module, "hlo_opt.attention")
+    spec = GeneralAttention().spec(op, module)
     assert isinstance(spec, AttentionSpec)
     return spec
 
@@ -273,39 +267,6 @@ def test_a_mask_that_depends_on_the_logit_skips_nothing() -> None:
     verify(fn, args)
 
 
-def reference(spec: AttentionSpec, q: Any, k: Any, v: Any, *extras: Any) -> list[np.ndarray]:
-    """The formula of docs/composites.md on whole arrays, in float64: out, max and sum."""
-    wanted = ("batch", "kv_head", "group", "query", "key")
-    q = np.float64(arrange(jnp.asarray(q), spec.q_dims, spec, (*wanted[:4], "depth")))
-    k = np.float64(arrange(jnp.asarray(k), spec.k_dims, spec, ("batch", "kv_head", "key", "depth")))
-    v = arrange(jnp.asarray(v), spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
-    logits = np.einsum("bhgqd,bhkd->bhgqk", q, k)
-    tiles = [
-        arrange(jnp.asarray(x), dims, spec, wanted)
-        for x, dims in zip(extras, spec.extra_dims, strict=True)
-    ]
-    b, h, g, s, t = logits.shape
-    indices = [
-        jnp.arange(b).reshape(-1, 1, 1, 1, 1),
-        jnp.arange(h * g).reshape(1, h, g, 1, 1),
-        jnp.arange(s).reshape(-1, 1),
-        jnp.arange(t),
-    ]
-    x = np.float64(Captured(spec.score)(logits, *tiles, *indices))
-    x = np.broadcast_to(x, logits.shape)
-    top = x.max(-1)
-    if spec.sink:
-        sink = Captured(spec.sink)(jnp.float32(0), *tiles, *indices[:3], jnp.int32(0))
-        sink = np.broadcast_to(np.float64(sink), (*top.shape, 1))[..., 0]
-        top = np.maximum(top, sink)
-    p = np.exp(x - top[..., None])
-    total = p.sum(-1)
-    if spec.sink:
-        total = total + np.exp(sink - top)
-    out = np.einsum("bhgqk,bhkd->bhgqd", p, np.float64(v))
-    return [out if spec.statistics else out / total[..., None], top, total]
-
-
 SINK = """func.func private @f(%l: tensor<f32>, %s: tensor<f32>, %b: tensor<i32>, %h: tensor<i32>,
     %q: tensor<i32>, %k: tensor<i32>) -> tensor<f32> { return %s : tensor<f32> }"""
 
@@ -327,16 +288,8 @@ def test_sinks(level: float, blocks: tuple[int, int]) -> None:
     # The score adds zero times the sink, which is NaN for an infinite one.
     spec = replace(spec, score=SINK.replace("return %s", "return %l"))
     arranged = _composite_order(spec, keep)
-    out = np.asarray(_ran(Program(spec, *blocks, 16), arranged))
-    wanted = reference(spec, *arranged)[0]
-    got = np.asarray(
-        arrange(
-            jnp.asarray(out),
-            spec.out_dims,
-            spec,
-            ("batch", "kv_head", "group", "query", "value_depth"),
-        )
-    )
+    got = _ran(Program(spec, *blocks, 16), arranged)
+    (wanted,) = by_attributes(spec, arranged)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=3e-5)
 
 
@@ -382,7 +335,7 @@ def test_statistics_fit_each_other(dtype: str) -> None:
         plain(out) * f.reshape(shape) for (out, _, _), f in zip(parts, factors, strict=True)
     )
     total = sum(np.float64(t) * f for (_, _, t), f in zip(parts, factors, strict=True))
-    wanted = reference(whole, q, k, v)[0]
+    wanted = plain(by_attributes(whole, [q, k, v])[0])
     loose = 100 if dtype == "bfloat16" else 1  # scores are rounded to the maximum's type
     np.testing.assert_allclose(
         merged / total.reshape(shape), wanted, rtol=2e-5 * loose, atol=1e-4 * loose
