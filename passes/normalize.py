@@ -17,6 +17,7 @@ from hlo_opt.ir.walk import (
     direction,
     element_type,
     functions,
+    is_bool,
     splat,
     splat_attribute,
     symbol_name,
@@ -67,11 +68,6 @@ def _is_float(value: ir.Value) -> bool:
     return isinstance(element_type(value), ir.FloatType)
 
 
-def _is_bool(value: ir.Value) -> bool:
-    element = element_type(value)
-    return isinstance(element, ir.IntegerType) and element.width == 1
-
-
 def broadcast_of_splat(op: ir.Operation) -> ir.Value | None:
     """A broadcast (or reshape) of a constant is that constant, larger."""
     source = defining_op(op.operands[0])
@@ -104,7 +100,7 @@ def convert_of_splat(op: ir.Operation) -> ir.Value | None:
     number = splat(op.operands[0])
     if number is None or not _is_static(op.results[0]):
         return None
-    if _is_bool(op.results[0]):
+    if is_bool(op.results[0]):
         return splat_of(op.results[0].type, int(number != 0))
     infinite = number in (float("inf"), float("-inf"))
     if not isinstance(element_type(op.results[0]), ir.FloatType):
@@ -122,7 +118,7 @@ def compare_of_converted_bool(op: ir.Operation) -> ir.Value | None:
     if (
         source is None
         or source.name != "stablehlo.convert"
-        or not _is_bool(source.operands[0])
+        or not is_bool(source.operands[0])
         or splat(op.operands[1]) != 0
         or direction(op) not in ("NE", "GT")
     ):
@@ -155,7 +151,7 @@ def _commuted(op: ir.Operation) -> list[tuple[ir.Value, float | int | None]]:
 
 def and_or_with_splat(op: ir.Operation) -> ir.Value | None:
     """Boolean `and`/`or` with a constant, or of a value with itself."""
-    if not _is_bool(op.results[0]):
+    if not is_bool(op.results[0]):
         return None
     neutral = op.name == "stablehlo.and"
     if op.operands[0] == op.operands[1]:
@@ -169,7 +165,7 @@ def and_or_with_splat(op: ir.Operation) -> ir.Value | None:
 def not_of_splat(op: ir.Operation) -> ir.Value | None:
     """Boolean `not` of a constant."""
     number = splat(op.operands[0])
-    if number is None or not _is_bool(op.results[0]) or not _is_static(op.results[0]):
+    if number is None or not is_bool(op.results[0]) or not _is_static(op.results[0]):
         return None
     return splat_of(op.results[0].type, not number)
 

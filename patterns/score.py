@@ -14,7 +14,7 @@ import numpy as np
 from jaxlib.mlir import ir
 
 from hlo_opt.ir.signature import numpy_dtype
-from hlo_opt.ir.walk import direction, element_type, scalar, splat_attribute
+from hlo_opt.ir.walk import direction, element_type, is_bool, scalar, splat_attribute
 
 INDEX_NAMES = ("batch", "head", "query", "key")
 # Masks at or below this value leave no weight next to an unmasked logit of any sane size.
@@ -119,7 +119,7 @@ def analyse(function: ir.Operation, scalars: Collection[int] = ()) -> Linear | N
     for name, argument in zip(INDEX_NAMES, arguments[-4:], strict=True):
         values[argument] = _Affine(((name, 1),), 0)
     for extra in scalars:
-        if _holds_indices(element_type(arguments[1 + extra])):
+        if holds_indices(element_type(arguments[1 + extra])):
             values[arguments[1 + extra]] = _Affine(((f"extra{extra}", 1),), 0)
     for op in block.operations:
         if op.operation.name == "func.return":
@@ -158,10 +158,10 @@ def _convert(op: ir.Operation, operands: list[_Value]) -> _Value | None:
         return value if isinstance(after, ir.FloatType) else None
     if isinstance(value, _Terms):
         return value if isinstance(after, ir.F32Type) else None
-    if _is_bool(op.results[0]):
+    if is_bool(op.results[0]):
         return None
     if isinstance(value, _Affine):
-        return value if _holds_indices(after) else None
+        return value if holds_indices(after) else None
     if isinstance(value, AtLeast | Both):
         return _Choice(value, 1.0, 0.0)
     if isinstance(value, _Choice):
@@ -170,7 +170,7 @@ def _convert(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     return _rounded(value, after) if isinstance(value, float) else None
 
 
-def _holds_indices(type_: ir.Type | None) -> bool:
+def holds_indices(type_: ir.Type | None) -> bool:
     """Whether indices and their differences are exact: narrow and unsigned types wrap or round."""
     if isinstance(type_, ir.IntegerType):
         return type_.width >= 32 and not type_.is_unsigned
@@ -319,11 +319,6 @@ def _not(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     return value.negated() if isinstance(value, AtLeast) else None
 
 
-def _is_bool(value: ir.Value) -> bool:
-    element = element_type(value)
-    return isinstance(element, ir.IntegerType) and element.width == 1
-
-
 def _select(op: ir.Operation, operands: list[_Value]) -> _Value | None:
     predicate, yes, no = operands
     if not isinstance(predicate, AtLeast | Both | Data):
@@ -334,7 +329,7 @@ def _select(op: ir.Operation, operands: list[_Value]) -> _Value | None:
         opposite = predicate.negated() if isinstance(predicate, AtLeast) else Data()
         return replace(no, masks=(*no.masks, Mask(opposite, yes, False)))
     if isinstance(yes, float) and isinstance(no, float):
-        if _is_bool(op.results[0]) and (yes, no) == (1.0, 0.0):
+        if is_bool(op.results[0]) and (yes, no) == (1.0, 0.0):
             return predicate
         if no == 0.0 and yes != 0.0:
             opposite = predicate.negated() if isinstance(predicate, AtLeast) else Data()

@@ -66,6 +66,12 @@ def direction(op: ir.Operation) -> str:
     return str(op.attributes["comparison_direction"]).split()[-1].rstrip(">")
 
 
+def is_bool(value: ir.Value) -> bool:
+    """Whether a tensor holds `i1`."""
+    element = element_type(value)
+    return isinstance(element, ir.IntegerType) and element.width == 1
+
+
 def reduction(op: ir.Operation) -> tuple[str, list[int]] | None:
     """The combining op's name and the dimensions of a one-input `stablehlo.reduce`, or None."""
     if op.name != "stablehlo.reduce" or len(op.operands) != 2:

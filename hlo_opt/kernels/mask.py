@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from jaxlib.mlir import ir
 
-from hlo_opt.ir.walk import direction, element_type, scalar, splat_attribute
-from hlo_opt.patterns.score import FAR_BELOW
+from hlo_opt.ir.walk import direction, element_type, is_bool, scalar, splat_attribute
+from hlo_opt.patterns.score import FAR_BELOW, holds_indices
 
 # More conditions than this are not tried in all combinations.
 MAX_GATES = 5
@@ -101,17 +101,14 @@ def _constant(op: ir.Operation) -> Fact:
     number = scalar(attribute.get_splat_value())
     if number is None:
         return None
-    if _is_bool(op):
+    if is_bool(op.results[0]):
         return Truth(bool(number), not number)
     return None if math.isnan(number) else Range(number, number)
 
 
 def _exact(op: ir.Operation) -> bool:
     """Whether index arithmetic in the result's type is exact."""
-    type_ = element_type(op.results[0])
-    if isinstance(type_, ir.IntegerType):
-        return type_.width >= 32 and not type_.is_unsigned
-    return isinstance(type_, ir.FloatType) and type_.width >= 32
+    return holds_indices(element_type(op.results[0]))
 
 
 def _least(*values: Any) -> Any:
@@ -132,7 +129,7 @@ def _numpy(values: Sequence[Any]) -> Any:
 
 
 def _both(x: Any, y: Any) -> Any:
-    return np.logical_and(x, y) if _numpy((x, y)) is np else _numpy((x, y)).logical_and(x, y)
+    return _numpy((x, y)).logical_and(x, y)
 
 
 def _either(x: Any, y: Any) -> Any:
@@ -279,14 +276,14 @@ def _compare(op: ir.Operation, operands: list[Fact]) -> Fact:
 
 def _and(op: ir.Operation, operands: list[Fact]) -> Fact:
     a, b = (o if isinstance(o, Truth) else Truth(False, False) for o in operands)
-    if not _is_bool(op):
+    if not is_bool(op.results[0]):
         return None
     return Truth(_both(a.yes, b.yes), _either(a.no, b.no))
 
 
 def _or(op: ir.Operation, operands: list[Fact]) -> Fact:
     a, b = (o if isinstance(o, Truth) else Truth(False, False) for o in operands)
-    if not _is_bool(op):
+    if not is_bool(op.results[0]):
         return None
     return Truth(_either(a.yes, b.yes), _both(a.no, b.no))
 
@@ -304,11 +301,6 @@ def _xor(op: ir.Operation, operands: list[Fact]) -> Fact:
 def _not(op: ir.Operation, operands: list[Fact]) -> Fact:
     (a,) = operands
     return Truth(a.no, a.yes) if isinstance(a, Truth) else None
-
-
-def _is_bool(op: ir.Operation) -> bool:
-    type_ = element_type(op.results[0])
-    return isinstance(type_, ir.IntegerType) and type_.width == 1
 
 
 def _select(op: ir.Operation, operands: list[Fact]) -> Fact:
@@ -468,13 +460,15 @@ def _gates(function: ir.Operation, followed: Sequence[bool]) -> list[ir.Value]:
         operands = list(op.operands)
         if op.operation.name != "func.return" and all(o in pure for o in operands):
             pure.add(op.results[0])
-            if operands and _is_bool(op.operation):
+            if operands and is_bool(op.results[0]):
                 made.append(op.operation)
     return [
         op.results[0]
         for op in made
         if any(
-            user.name == "func.return" or user.results[0] not in pure or not _is_bool(user)
+            user.name == "func.return"
+            or user.results[0] not in pure
+            or not is_bool(user.results[0])
             for use in op.results[0].uses
             for user in [use.owner.operation]
         )
