@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -20,7 +20,7 @@ from hlo_opt.errors import HloOptError
 from hlo_opt.ir.scalar import tensor0
 from hlo_opt.ir.signature import ArrayType, array_type, function_types
 from hlo_opt.ir.walk import element_type, functions, symbol_name
-from hlo_opt.kernels import Candidate, No, register_kernel
+from hlo_opt.kernels import Candidate, No, register_kernel, rows
 from hlo_opt.patterns.score import (
     FAR_BELOW,
     Linear,
@@ -31,7 +31,6 @@ from hlo_opt.patterns.score import (
 )
 from hlo_opt.targets import Target
 
-LANES = 128
 # What Mosaic computes in, on every generation.
 EXTRA_TYPES = frozenset({"bool", "int32", "uint32", "float32", "bfloat16"})
 # What captured functions vary over, in the order of a tile's dimensions.
@@ -54,6 +53,8 @@ class AttentionSpec:
       score, probs, sink: text of the captured functions; empty where there is none.
       form: what `score` is.
       statistics: dimensions and types of the row maximum and the sum, where they are results.
+      in_rows: which of q, k, v and out enter or leave the program as
+        `[…, position, head, depth]`, which XLA does not lay out otherwise.
     """
 
     arguments: tuple[ArrayType, ...]
@@ -74,6 +75,7 @@ class AttentionSpec:
     probs: str = ""
     sink: str = ""
     statistics: tuple[tuple[tuple[str, ...], ArrayType], ...] = ()
+    in_rows: frozenset[str] = frozenset()
 
     def size(self, role: str) -> int:
         """The size of a role; roles that do not occur have size 1."""
@@ -129,7 +131,7 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
         if function is None or not _is_captured(function, extras):
             return No(f"the composite's {name} is no function of the documented type")
     roles = ir.DictAttr(attributes["roles"])
-    return AttentionSpec(
+    spec = AttentionSpec(
         arguments=tuple(array_type(operand.type) for operand in op.operands),
         result=array_type(op.results[0].type),
         roles=tuple((r.name, ir.IntegerAttr(r.attr).value) for r in roles),
@@ -156,6 +158,85 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
             if name in attributes
         },
     )
+    return replace(spec, in_rows=_in_rows(op, spec)) if leading == 3 else spec
+
+
+def _in_rows(op: ir.Operation, spec: AttentionSpec) -> frozenset[str]:
+    """See `AttentionSpec.in_rows`."""
+    heads, groups = ("kv_head", "group"), ("kv_head",)
+    sides = (
+        ("q", op.operands[0], spec.q_dims, ("query", *heads, "depth")),
+        ("k", op.operands[1], spec.k_dims, ("key", *groups, "depth")),
+        ("v", op.operands[2], spec.v_dims, ("key", *groups, "value_depth")),
+        ("out", op.results[0], spec.out_dims, ("query", *heads, "value_depth")),
+    )
+    found = set()
+    for name, value, dims, roles in sides:
+        named = [tuple(n for n in dim.split("*") if spec.size(n) > 1) for dim in dims]
+        wanted = [n for n in (*spec.batch_roles, *roles) if spec.size(n) > 1]
+        shape = tuple(math.prod(map(spec.size, part)) for part in (roles[1:-1], roles[-1:]))
+        ends = _results_of_main if name == "out" else _argument_of_main
+        for type_, names in ends(value, named, spec):
+            in_order = [n for dim in names for n in dim] == wanted
+            if in_order and type_.shape[-2:] == shape and rows.is_layout(shape, type_.dtype):
+                found.add(name)
+    return frozenset(found)
+
+
+_Names = Sequence[tuple[str, ...]]
+
+
+def _argument_of_main(
+    value: ir.Value, names: _Names, spec: AttentionSpec
+) -> Iterator[tuple[ArrayType, _Names]]:
+    """The program's argument that is `value` in another shape or order, and its roles."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        function = owner.owner.operation
+        if function.name == "func.func" and symbol_name(function) == "main":
+            yield array_type(value.type), names
+        return
+    op = owner.operation
+    if op.name == "stablehlo.transpose":
+        order = list(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+        names = [names[order.index(n)] for n in range(len(order))]
+    elif op.name == "stablehlo.reshape":
+        names = _regrouped(names, array_type(op.operands[0].type).shape, spec)
+    else:
+        return
+    if names:
+        yield from _argument_of_main(op.operands[0], names, spec)
+
+
+def _results_of_main(
+    value: ir.Value, names: _Names, spec: AttentionSpec
+) -> Iterator[tuple[ArrayType, _Names]]:
+    """The program's results that are `value` in another shape or order, as `_argument_of_main`."""
+    for use in value.uses:
+        op = use.owner.operation
+        if op.name == "func.return" and symbol_name(op.parent.operation) == "main":
+            yield array_type(value.type), names
+        elif op.name == "stablehlo.transpose":
+            order = list(ir.DenseI64ArrayAttr(op.attributes["permutation"]))
+            yield from _results_of_main(op.results[0], [names[n] for n in order], spec)
+        elif op.name == "stablehlo.reshape":
+            shape = array_type(op.results[0].type).shape
+            if regrouped := _regrouped(names, shape, spec):
+                yield from _results_of_main(op.results[0], regrouped, spec)
+
+
+def _regrouped(names: _Names, shape: Sequence[int], spec: AttentionSpec) -> _Names:
+    """Roles of the dimensions of a reshaped array; none where a role would be split."""
+    left = [name for dim in names for name in dim]
+    found = []
+    for size in shape:
+        dim: list[str] = []
+        while left and math.prod(map(spec.size, dim)) < size:
+            dim.append(left.pop(0))
+        if math.prod(map(spec.size, dim)) != size:
+            return []
+        found.append(tuple(dim))
+    return found
 
 
 def _is_captured(function: ir.Operation, extras: Sequence[ir.Value]) -> bool:

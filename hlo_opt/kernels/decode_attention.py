@@ -23,10 +23,9 @@ from typing import Any
 import numpy as np
 
 from hlo_opt import compat
-from hlo_opt.kernels import Candidate, register_kernel
+from hlo_opt.kernels import Candidate, register_kernel, rows
 from hlo_opt.kernels.attention import (
     EXTRA_TYPES,
-    LANES,
     TERMS,
     AttentionKernel,
     AttentionSpec,
@@ -39,6 +38,7 @@ from hlo_opt.kernels.attention import (
     restore,
     score_bias,
 )
+from hlo_opt.kernels.rows import LANES
 from hlo_opt.patterns.score import FAR_BELOW, Linear
 from hlo_opt.targets import Target
 
@@ -82,7 +82,7 @@ def layout_of(dims: Sequence[str], heads: int, depth: int, dtype: np.dtype) -> L
     heads_first = "kv_head" in dims and list(dims).index("kv_head") < list(dims).index("key")
     if heads_first:
         return Layout("heads", ("batch", "kv_head", "key", "depth"), 8 * packed)
-    if heads % 8 == 0 or heads in (2, 4) or (heads == 1 and packed == 1):
+    if rows.is_layout((heads, depth), dtype):
         return Layout("rows", ("batch", "key", "kv_head", "depth"), 1)
     return Layout("heads", ("batch", "kv_head", "key", "depth"), 8 * packed)
 

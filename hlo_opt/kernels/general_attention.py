@@ -12,8 +12,9 @@ Sums and maxima are f32. A row's sum is kept for each lane and added up at its e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ import numpy as np
 from hlo_opt.kernels import Candidate, No, register_kernel
 from hlo_opt.kernels.attention import (
     EXTRA_TYPES,
-    LANES,
     ROLES,
     TERMS,
     AttentionKernel,
@@ -36,6 +36,7 @@ from hlo_opt.kernels.attention import (
     restore,
 )
 from hlo_opt.kernels.mask import CLOSED, MIXED, OPEN, Analysis, Fact, Range, Tiling, analyse_tiles
+from hlo_opt.kernels.rows import LANES, at_once, load, store
 from hlo_opt.kernels.splash_attention import SplashAttention
 from hlo_opt.patterns.score import FAR_BELOW, is_homogeneous
 from hlo_opt.targets import Target
@@ -83,9 +84,13 @@ class GeneralAttention(AttentionKernel):
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         q, k = _blocks(spec, target)
-        limit = min(64, (target.info.vmem_capacity_bytes >> 20) * 3 // 4)
-        config = (("block_q", q), ("block_k", k), ("vmem", max(16, limit)))
-        return [Candidate(f"{self.name}, blocks q={q}, k={k}", config)]
+        limit = max(16, min(64, (target.info.vmem_capacity_bytes >> 20) * 3 // 4))
+        config = {"block_q": q, "block_k": k, "vmem": limit}
+        label = f"{self.name}, blocks q={q}, k={k}"
+        if spec.in_rows and (layout := _in_rows(spec, target, q, k, limit << 20)):
+            config |= layout
+            label = f"{self.name}, blocks q={config['block_q']}, k={k}, {layout['held']} heads"
+        return [Candidate(label, tuple(config.items()))]
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
         return Program(_widened(spec), **dict(candidate.config)).run
@@ -127,15 +132,71 @@ def _blocks(spec: AttentionSpec, target: Target) -> tuple[int, int]:
     return q, k
 
 
+def _in_rows(
+    spec: AttentionSpec, target: Target, block_q: int, block_k: int, vmem: int
+) -> dict[str, Any] | None:
+    """The program's arguments for operands that lie as `[position, head, depth]`.
+
+    Args:
+      vmem: bytes that the kernel may take.
+    """
+    heads, queries = spec.size("kv_head"), spec.size("query")
+    batch = math.prod(spec.size(role) for role in spec.batch_roles)
+    held = 8 if heads % 8 == 0 else heads
+    qk_type, pv_type = matmul_types(spec)
+    types = zip("qkv", spec.arguments, (qk_type, qk_type, pv_type), strict=False)
+    # What is converted first can be transposed on the way.
+    names = spec.in_rows - {name for name, x, type_ in types if x.dtype != type_}
+    for role, sides in (("depth", {"q", "k"}), ("value_depth", {"v", "out"})):
+        if spec.size(role) != LANES:  # Mosaic has strided loads of whole registers only
+            names -= sides
+    if spec.statistics:
+        names -= {"out"}
+    # Two cores share the dimensions of a grid, which may all be one here.
+    parts = target.cores if batch * (heads // held) % target.cores else 1
+    if parts > 1:
+        block_q = min(block_q, -(-queries // parts // 32) * 32)
+        if block_q >= queries:
+            return None
+    if block_q == queries and (spec.size("group") > 1 or queries % 16):
+        names -= {"q", "out"}  # heads of a group and their positions are one dimension
+    while names and _bytes(spec, names, held, block_q, block_k) > vmem:
+        block_q = block_q // 2 // 32 * 32
+        if not block_q:
+            return None
+    if not names:
+        return None
+    return {"block_q": block_q, "in_rows": names, "held": held, "parts": parts}
+
+
+def _bytes(
+    spec: AttentionSpec, in_rows: Collection[str], held: int, block_q: int, block_k: int
+) -> int:
+    """VMEM that a program takes, about: two buffers of each block, scratch and logits."""
+    padded = [-(-spec.size(role) // LANES) * LANES for role in ("depth", "value_depth")]
+    rows = max(block_q * spec.size("group"), 8)
+    scratch = 4 * (3 * LANES + padded[1]) + 4 * padded[0] * ("q" in in_rows)
+    width = max(x.dtype.itemsize for x in (*spec.arguments[:3], spec.result))
+    blocks = 2 * held * (rows + block_k) * sum(padded) * width
+    extras = 0
+    for x, dims in zip(spec.extras, spec.extra_dims, strict=True):
+        names = {name for dim in dims for name in dim.split("*")}
+        shape = [max(block_q, 8) if "query" in names else 8, block_k if "key" in names else LANES]
+        shape += [held] * ("kv_head" in names) + [spec.size("group")] * ("group" in names)
+        extras += 2 * max(x.dtype.itemsize, 4) * math.prod(shape)
+    return held * rows * scratch + blocks + extras + 2 * 4 * rows * block_k
+
+
 @dataclass(frozen=True)
 class Steps:
     """Which tiles the grid visits, in order.
 
     Attributes:
-      count: grid steps for one head.
-      query: query block of each step, `[count]`.
-      key: the key block that is fetched, `[sequences, count]`; one row if it is the same for all.
-      state: `OPEN`, `MIXED` or `CLOSED`, plus `FIRST` and `LAST` in a row, `[sequences, count]`.
+      count: grid steps for one head and part.
+      query: query block of each step, `[parts * count]`.
+      key: the key block that is fetched, `[sequences, parts * count]`; one row if it is the same
+        for all.
+      state: `OPEN`, `MIXED` or `CLOSED`, plus `FIRST` and `LAST` in a row, as `key`.
       kinds: states other than `CLOSED` that may occur.
       analysis: what was found, for open tiles.
     """
@@ -154,9 +215,22 @@ class Program:
     Args:
       block_q, block_k: queries and keys of a tile.
       vmem: MB of VMEM the kernel may take.
+      in_rows: which of q, k, v and out lie as `[position, head, depth]`, the others as
+        `[head, position, depth]`.
+      held: heads of keys in a block.
+      parts: blocks of queries are shared out to so many parts of the grid.
     """
 
-    def __init__(self, spec: AttentionSpec, block_q: int, block_k: int, vmem: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        block_q: int,
+        block_k: int,
+        vmem: int,
+        in_rows: frozenset[str] = frozenset(),
+        held: int = 1,
+        parts: int = 1,
+    ) -> None:
         self.spec = spec
         self.group, self.queries, self.keys = (
             spec.size(role) for role in ("group", "query", "key")
@@ -170,6 +244,7 @@ class Program:
         self.groups = 1 if self.flat else self.group
         self.block_q = self.group * self.queries if self.flat else block_q
         self.rows = self.groups * self.block_q
+        self.in_rows, self.held, self.parts = in_rows, held, parts
         self.score = Captured(spec.score)
         self.probs = Captured(spec.probs) if spec.probs else None
         # A softmax of -inf alone is NaN; where guards close the whole row, the result is zero.
@@ -188,19 +263,22 @@ class Program:
 
         spec = self.spec
         qk_type, pv_type = matmul_types(spec)
-        q = arrange(q, spec.q_dims, spec, ("batch", "kv_head", "group", "query", "depth"))
-        k = arrange(k, spec.k_dims, spec, ("batch", "kv_head", "key", "depth"))
-        v = arrange(v, spec.v_dims, spec, ("batch", "kv_head", "key", "value_depth"))
+        q = self._operand("q", q, spec.q_dims, ("kv_head", "group"), "query", "depth")
+        k = self._operand("k", k, spec.k_dims, ("kv_head",), "key", "depth")
+        v = self._operand("v", v, spec.v_dims, ("kv_head",), "key", "value_depth")
         arranged = [
             arrange(x, dims, spec, ROLES) for x, dims in zip(extras, spec.extra_dims, strict=True)
         ]
         out, *statistics = self._call(
-            self._steps(arranged),
-            self._flattened(q).astype(qk_type),
+            _shared_out(self._steps(arranged), self.parts),
+            q.astype(qk_type),
             k.astype(qk_type),
             v.astype(pv_type),
             [self._tile(x) for x in arranged],
         )
+        if "out" in self.in_rows:
+            out = out.reshape(*out.shape[:2], self.heads, self.group, out.shape[-1])
+            out = out.transpose(0, 2, 3, 1, 4)
         if not spec.statistics:
             return restore(out.astype(spec.result.dtype), spec)
         top, total = statistics
@@ -213,6 +291,17 @@ class Program:
             restore(top.astype(top_type), spec, 0),  # exact: scores are rounded to it
             restore(total.astype(total_type), spec, 1),
         )
+
+    def _operand(
+        self, name: str, x: Any, dims: Sequence[str], heads: tuple[str, ...], *last: str
+    ) -> Any:
+        """An operand as the kernel takes it: heads before positions, or behind them."""
+        position, depth = last
+        if name in self.in_rows:
+            x = arrange(x, dims, self.spec, ("batch", position, *heads, depth))
+            return x.reshape(*x.shape[:2], -1, x.shape[-1])
+        x = arrange(x, dims, self.spec, ("batch", *heads, position, depth))
+        return x if name != "q" else self._flattened(x)
 
     def _flattened(self, x: Any) -> Any:
         """Heads of a group and positions (axes 2 and 3) as one dimension, where they are."""
@@ -340,40 +429,69 @@ class Program:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        def rows(last: int) -> Any:
+        held, block = self.held, self._head_block
+        at = partial(self._step, steps)
+
+        def entry(b: Any, h: Any, t: Any) -> Any:
+            return _entry(steps.key, b, at(h, t))
+
+        def rows(last: int, in_rows: bool = False) -> Any:
+            if in_rows:
+                return pl.BlockSpec(
+                    (1, self.block_q, held * self.group, last),
+                    lambda b, h, t, query, key, state: (b, query[at(h, t)], block(h), 0),
+                )
             return pl.BlockSpec(
-                (1, 1, self.groups, self.block_q, last),
-                lambda b, h, t, query, key, state: (b, h, 0, query[t], 0),
+                (1, held, self.groups, self.block_q, last),
+                lambda b, h, t, query, key, state: (b, block(h), 0, query[at(h, t)], 0),
             )
 
-        def columns(last: int) -> Any:
+        def columns(last: int, in_rows: bool) -> Any:
+            if in_rows:
+                return pl.BlockSpec(
+                    (1, self.block_k, held, last),
+                    lambda b, h, t, query, key, state: (b, key[entry(b, h, t)], block(h), 0),
+                )
             return pl.BlockSpec(
-                (1, 1, self.block_k, last),
-                lambda b, h, t, query, key, state: (b, h, key[_entry(steps.key, b, t)], 0),
+                (1, held, self.block_k, last),
+                lambda b, h, t, query, key, state: (b, block(h), key[entry(b, h, t)], 0),
             )
 
         depth, value_depth = self.spec.size("depth"), self.spec.size("value_depth")
         statistics = bool(self.spec.statistics)
         wide = statistics or self.spec.result.dtype == np.float16  # which Mosaic lacks
         out_type = jnp.float32 if wide else self.spec.result.dtype
-        outs = [(value_depth, out_type), *[(1, jnp.float32)] * (2 * statistics)]
-        statistic = (self.rows, LANES)
-        scratch = [statistic, statistic, (self.rows, value_depth), *[statistic] * self.guarded]
+        positions = self.group * self.queries if self.flat else self.queries
+        shape = (self.batch, self.heads, self.groups, positions)
+        outs = [(rows(1), (*shape, 1), jnp.float32)] * (2 * statistics)
+        if "out" in self.in_rows:
+            shape = (self.batch, self.queries, self.heads * self.group)
+        first = (rows(value_depth, "out" in self.in_rows), (*shape, value_depth), out_type)
+        statistic = ((self.rows, LANES), jnp.float32)
+        scratch = [statistic, statistic, ((self.rows, value_depth), jnp.float32)]
+        scratch += [statistic] * self.guarded
+        for name, x, shape in (
+            ("q", q, (self.rows, depth)),
+            ("k", k, (self.block_k, depth)),
+            ("v", v, (self.block_k, value_depth)),
+        ):
+            if name in self.in_rows:
+                scratch.append((shape, x.dtype))
         tables = (steps.query, steps.key.reshape(-1), steps.state.reshape(-1))
         return pl.pallas_call(
             lambda *refs: self._kernel(steps, *refs),
-            out_shape=[jax.ShapeDtypeStruct((*q.shape[:-1], d), type_) for d, type_ in outs],
+            out_shape=[jax.ShapeDtypeStruct(shape, type_) for _, shape, type_ in (first, *outs)],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(tables),
-                grid=(self.batch, self.heads, steps.count),
+                grid=(self.batch, self.heads // held * self.parts, steps.count),
                 in_specs=[
-                    rows(depth),
-                    columns(depth),
-                    columns(value_depth),
+                    rows(depth, "q" in self.in_rows),
+                    columns(depth, "k" in self.in_rows),
+                    columns(value_depth, "v" in self.in_rows),
                     *(self._tile_spec(x, steps) for x in tiles),
                 ],
-                out_specs=[rows(d) for d, _ in outs],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+                out_specs=[spec for spec, _, _ in (first, *outs)],
+                scratch_shapes=[pltpu.VMEM((held, *shape), type_) for shape, type_ in scratch],
             ),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -382,60 +500,138 @@ class Program:
             name="hlo_opt_attention",
         )(*map(jnp.asarray, tables), q, k, v, *tiles)
 
+    def _head_block(self, h: Any) -> Any:
+        """The block of heads at a place of the grid."""
+        import jax
+
+        return jax.lax.div(h, np.int32(self.parts)) if self.parts > 1 else h
+
+    def _step(self, steps: Steps, h: Any, t: Any) -> Any:
+        """The place in `steps` of a place of the grid."""
+        import jax
+
+        return jax.lax.rem(h, np.int32(self.parts)) * steps.count + t if self.parts > 1 else t
+
     def _tile_spec(self, x: Any, steps: Steps) -> Any:
         from jax.experimental import pallas as pl
 
         batch, head, _, query, key = (size > 1 for size in x.shape)
         return pl.BlockSpec(
-            (1, 1, x.shape[2], self.block_q if query else 1, self.block_k if key else 1),
+            (
+                1,
+                self.held if head else 1,
+                x.shape[2],
+                self.block_q if query else 1,
+                self.block_k if key else 1,
+            ),
             lambda b, h, t, qs, ks, state: (
                 b if batch else 0,
-                h if head else 0,
+                self._head_block(h) if head else 0,
                 0,
-                qs[t] if query else 0,
-                ks[_entry(steps.key, b, t)] if key else 0,
+                qs[self._step(steps, h, t)] if query else 0,
+                ks[_entry(steps.key, b, self._step(steps, h, t))] if key else 0,
             ),
         )
 
     def _kernel(
         self, steps: Steps, query: Any, key: Any, state: Any, q: Any, k: Any, v: Any, *rest: Any
     ) -> None:
-        """One tile; refs are blocks in VMEM."""
+        """One tile of every head held; refs are blocks in VMEM."""
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
 
-        count = len(self.spec.extras)
+        count, results = len(self.spec.extras), 1 + 2 * bool(self.spec.statistics)
+        tiles, outs, scratch = rest[:count], rest[count : count + results], rest[count + results :]
         held = 3 + self.guarded
-        tiles, outs, scratch = rest[:count], rest[count:-held], rest[-held:]
-        b, h, t = (pl.program_id(axis) for axis in range(3))
+        scratch, arranged = scratch[:held], iter(scratch[held:])
+        # Where heads are not the outer dimension of a block, a copy has them there.
+        queries, keys, values = (
+            next(arranged) if name in self.in_rows else x.at[0]
+            for name, x in (("q", q), ("k", k), ("v", v))
+        )
+        b, h, first = (pl.program_id(axis) for axis in range(3))
+        h, t = self._head_block(h), self._step(steps, h, first)
         i, j = query[t], key[_entry(steps.key, b, t)]
         place = state[_entry(steps.state, b, t)]
         kind = place & (FIRST - 1)
-        heads, positions = self._positions(h, i)
-        rows = (jnp.full((1, 1, 1), b, jnp.int32), heads, positions)
+
+        def rows(head: Any) -> tuple[Any, ...]:
+            return (
+                jnp.full((1, 1, 1), b, jnp.int32),
+                *self._positions(h * self.held + head, i),
+            )
 
         @pl.when((place & FIRST) != 0)
         def _() -> None:
-            self._start(tiles, (*rows, jnp.zeros((1, 1, 1), jnp.int32)), scratch)
+            def start(head: Any) -> None:
+                indices = (*rows(head), jnp.zeros((1, 1, 1), jnp.int32))
+                self._start(self._loaded(tiles, head), indices, [x.at[head] for x in scratch])
+
+            _for_each(self.held, start)
+            if "q" in self.in_rows:
+                _copy_heads(q.at[0], self._by_query_head(queries))
+
+        moved = [
+            (x, copy)
+            for name, x, copy in (("k", k, keys), ("v", v, values))
+            if name in self.in_rows
+        ]
+        if moved:
+            before = key[_entry(steps.key, b, jnp.maximum(t - 1, 0))]
+
+            @pl.when((kind != CLOSED) & ((first == 0) | (j != before)))
+            def _() -> None:
+                for x, copy in moved:
+                    _copy_heads(x.at[0], copy)
+
+        def attend(opened: Analysis | None, head: Any) -> None:
+            self._attend(
+                opened,
+                (*self._loaded(tiles, head), *rows(head), self._keys(j)),
+                queries[head].reshape(self.rows, -1),
+                keys[head],
+                values[head],
+                [x.at[head] for x in scratch],
+            )
 
         for one in sorted(steps.kinds):
 
             @pl.when(kind == one)
             def _(one: int = one) -> None:
-                opened = steps.analysis if one == OPEN else None
-                self._attend(opened, (*rows, self._keys(j)), q, k, v, tiles, scratch)
+                _for_each(self.held, partial(attend, steps.analysis if one == OPEN else None))
 
         @pl.when((place & LAST) != 0)
         def _() -> None:
-            top, total, acc, *unguarded = scratch
-            whole = jnp.sum(total[...], axis=1, keepdims=True)
-            if self.guarded:
-                count = jnp.sum(unguarded[0][...], axis=1, keepdims=True)
-                whole = jnp.where(count == 0, 1.0, whole)
-            sums = [acc[...], top[:, :1], whole]
-            results = sums if self.spec.statistics else [acc[...] / whole]
-            for out, result in zip(outs, results, strict=True):
-                out[0, 0] = result.reshape(out.shape[2:]).astype(out.dtype)
+            def finish(head: Any) -> None:
+                found = self._results([x.at[head] for x in scratch])
+                for out, result in zip(outs, found, strict=True):
+                    out[0, head] = result.reshape(out.shape[2:]).astype(out.dtype)
+
+            if "out" not in self.in_rows:
+                _for_each(self.held, finish)
+                return
+            heads = [self._by_query_head(x) for x in scratch]
+            pack = at_once(outs[0].dtype)
+            for first in range(0, self.held * self.group, pack):
+                found = [self._results([x.at[first + n] for x in heads]) for n in range(pack)]
+                store(outs[0].at[0], first, [tile for (tile,) in found])
+
+    def _by_query_head(self, ref: Any) -> Any:
+        """`[held, rows, n]` as `[query head, query, n]`."""
+        return ref.reshape(self.held * self.groups, self.block_q, ref.shape[-1])
+
+    def _results(self, scratch: Sequence[Any]) -> list[Any]:
+        """A head's results once all keys are seen: what was summed, or its average."""
+        import jax.numpy as jnp
+
+        top, total, acc, *unguarded = scratch
+        whole = jnp.sum(total[...], axis=1, keepdims=True)
+        if self.guarded:
+            count = jnp.sum(unguarded[0][...], axis=1, keepdims=True)
+            whole = jnp.where(count == 0, 1.0, whole)
+        if self.spec.statistics:
+            return [acc[...], top[:, :1], whole]
+        return [acc[...] / whole]
 
     def _positions(self, h: Any, i: Any) -> tuple[Any, Any]:
         """Head and query indices of a block's rows, which broadcast to `[groups, block_q, 1]`.
@@ -466,7 +662,9 @@ class Program:
         keys = jax.lax.broadcasted_iota(jnp.int32, (1, 1, self.block_k), 2)
         return j * self.block_k + keys
 
-    def _start(self, tiles: Sequence[Any], indices: tuple[Any, ...], scratch: Any) -> None:
+    def _start(
+        self, loaded: Sequence[Any], indices: tuple[Any, ...], scratch: Sequence[Any]
+    ) -> None:
         """The state before the first tile: nothing seen, or the sink."""
         import jax
         import jax.numpy as jnp
@@ -478,7 +676,7 @@ class Program:
             top[...] = jnp.full(top.shape, LOWEST, jnp.float32)
             total[...] = jnp.zeros(total.shape, jnp.float32)
             return
-        extras = [x[..., :1] for x in self._loaded(tiles)]
+        extras = [x[..., :1] for x in loaded]
         shape = (self.groups, self.block_q, LANES)
         sink = self.sink(jnp.float32(0), *extras, *indices)
         sink = jnp.broadcast_to(sink, shape).reshape(self.rows, LANES)
@@ -489,17 +687,18 @@ class Program:
     def _attend(
         self,
         opened: Analysis | None,
-        indices: tuple[Any, ...],
+        inputs: tuple[Any, ...],
         q: Any,
         k: Any,
-        v: Any,
-        tiles: Sequence[Any],
-        scratch: Any,
+        values: Any,
+        scratch: Sequence[Any],
     ) -> None:
         """Online softmax over one tile.
 
         Args:
           opened: what is known of an open tile; None for another.
+          inputs: extras and indices, as the captured functions take them.
+          q, k, values: `[rows, depth]`, `[key, depth]` and `[key, value_depth]`.
         """
         import jax
         import jax.numpy as jnp
@@ -508,9 +707,7 @@ class Program:
         known = opened.known if opened is not None else None
         scale = opened.scale if opened is not None and not self.spec.statistics else None
         shape = (self.groups, self.block_q, self.block_k)
-        values = v[0, 0]
-        s = dot(q[0, 0].reshape(self.rows, -1), k[0, 0], 1, self._terms(k))
-        inputs = (*self._loaded(tiles), *indices)
+        s = dot(q, k, 1, self._terms(k))
         before = top[...]
         if scale is not None and scale > 0 and k.dtype != jnp.float32:
             # One product for an element instead of two: its scale and the base of the exponential.
@@ -519,9 +716,9 @@ class Program:
         else:
             s = jnp.broadcast_to(self.score(s.reshape(shape), *inputs, known=known), shape)
             if self.keys % self.block_k and opened is None:
-                s = jnp.where(indices[-1] < self.keys, s, -jnp.inf)
+                s = jnp.where(inputs[-1] < self.keys, s, -jnp.inf)
                 row = jax.lax.broadcasted_iota(jnp.int32, (self.block_k, 1), 0)
-                inside = row < self.keys - indices[-1][0, 0, 0]
+                inside = row < self.keys - inputs[-1][0, 0, 0]
                 values = jnp.where(inside, values, jnp.zeros_like(values))
             s = s.reshape(self.rows, self.block_k)
             if self.spec.statistics:  # the maximum is one of the scores as the original rounds them
@@ -541,13 +738,13 @@ class Program:
         product = dot(p.astype(values.dtype), values, 0, self._terms(values))
         acc[...] = acc[...] * _across(fade, acc.shape) + product
 
-    def _loaded(self, tiles: Sequence[Any]) -> list[Any]:
+    def _loaded(self, tiles: Sequence[Any], head: Any) -> list[Any]:
         """Extras of a tile, in the types the captured functions take."""
         import jax.numpy as jnp
 
         loaded = []
         for tile, type_ in zip(tiles, self.spec.extras, strict=True):
-            x = tile[0, 0]
+            x = tile[0, head if tile.shape[1] > 1 else 0]
             if type_.dtype == jnp.bool_ or type_.dtype.name in NARROW_TYPES:
                 x = x.astype(jnp.int32)
             loaded.append(x != 0 if type_.dtype == jnp.bool_ else x)
@@ -575,6 +772,32 @@ def _compressed(analysis: Analysis, states: np.ndarray) -> Steps:
     )
 
 
+def _shared_out(steps: Steps, parts: int) -> Steps:
+    """The same steps, blocks of queries shared out evenly; nothing is done in steps to fill up."""
+    import jax.numpy as jnp
+
+    if parts == 1:
+        return steps
+    blocks = [np.flatnonzero(steps.query == block) for block in np.unique(steps.query)]
+    taken: list[list[np.ndarray]] = [[] for _ in range(parts)]
+    for block in sorted(blocks, key=len, reverse=True):
+        min(taken, key=lambda part: sum(map(len, part))).append(block)
+    places = [np.sort(np.concatenate(part)) for part in taken]
+    count = max(map(len, places))
+    padded = [np.pad(place, (0, count - len(place)), constant_values=-1) for place in places]
+    take = np.concatenate(padded)
+    idle = take < 0
+    # Then the last block of queries stays, which is written once more.
+    take = np.concatenate([np.where(part < 0, part.max(), part) for part in padded])
+    return replace(
+        steps,
+        count=count,
+        query=steps.query[take],
+        key=steps.key[:, take],
+        state=jnp.where(idle, CLOSED, steps.state[:, take]),
+    )
+
+
 def _ends(query: np.ndarray) -> np.ndarray:
     """`FIRST` and `LAST` for the steps of each block of queries."""
     change = np.flatnonzero(np.diff(query))
@@ -582,6 +805,23 @@ def _ends(query: np.ndarray) -> np.ndarray:
     places[[0, *(change + 1)]] += FIRST
     places[[*change, -1]] += LAST
     return places
+
+
+def _for_each(count: int, body: Callable[[Any], None]) -> None:
+    """Runs a kernel's `body` for every number below `count`."""
+    import jax
+
+    if count == 1:
+        body(0)
+    else:
+        jax.lax.fori_loop(0, count, lambda n, _: body(n), None)
+
+
+def _copy_heads(ref: Any, to: Any) -> None:
+    """Copies `[position, head, depth]` to `[head, position, depth]`."""
+    for first in range(0, ref.shape[1], at_once(ref.dtype)):
+        for number, tile in enumerate(load(ref, first)):
+            to[first + number] = tile
 
 
 def _interval(x: Any) -> Fact:

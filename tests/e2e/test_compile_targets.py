@@ -317,6 +317,28 @@ def test_general_attention_fits(name: str, target: str) -> None:
 
 @pytest.mark.parametrize("target", ["v5e", "v5p", "v6e", "tpu7x"])
 @pytest.mark.parametrize("s", [1024, 8192, 32768])
+def test_arguments_with_heads_inside_are_not_copied(s: int, target: str) -> None:
+    """`[batch, position, head, depth]`, as `jax.nn.dot_product_attention` takes it."""
+    args = [jax.ShapeDtypeStruct((1, s, heads, 128), BF16) for heads in (32, 8, 8)]
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    module = hlo_opt.apply(hlo_ir.parse(text), target=target).module
+    after = compile_module(module, target, keep_hlo=True)
+    assert after.kernels == 1
+    assert after.temporary_bytes < 1 << 20
+    moved = [
+        line
+        for line in after.hlo.splitlines()
+        if re.search(r"= bf16\[[\d,]*128\]\S* (copy|transpose|fusion)\(", line)
+    ]
+    assert not moved
+
+
+@pytest.mark.parametrize("target", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("s", [1024, 8192, 32768])
 def test_long_sequences_need_no_logits_in_hbm(s: int, target: str) -> None:
     """Nor is q, k or v transposed or copied around the kernel."""
     args = operands_of((1, 32, s, 128), s, 8, 128, BF16)

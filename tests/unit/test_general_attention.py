@@ -87,14 +87,22 @@ def spec_of(fn: Callable[..., Any], args: tuple[Any, ...]) -> AttentionSpec:
     return spec
 
 
-def verify(fn: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Report:
-    """Checks the rule; our kernel must have run."""
+def verify(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    target: str = "v5e",
+    ending: str = "",
+    **options: Any,
+) -> Report:
+    """Checks the rule; our kernel must have run, with a label of that ending."""
     module = module_of(fn, args)
-    ctx = PassContext(target="v5e", interpret=True)
+    ctx = PassContext(target=target, interpret=True)
     run_pipeline(module, "inference", ctx)
     said = [r.message for r in ctx.remarks if r.pass_name == "lower-composites"]
     assert all(m.startswith("lowered: Pallas general attention") for m in said), said
-    report = verify_pipeline(module, "inference", "v5e", **options)
+    assert all(m.endswith(ending) for m in said), said
+    report = verify_pipeline(module, "inference", target, **options)
     assert not report.failures
     for out in report.outputs:  # the largest error is luck: CPUs sum in another order
         assert not out.problem
@@ -230,6 +238,57 @@ SCORES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def test_numbers_of_every_score(name: str) -> None:
     fn, extras = SCORES[name]
     verify(fn, (*shapes(q=1100), *extras))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", SCORES)
+def test_numbers_of_every_score_in_rows(name: str, dtype: Any) -> None:
+    """Arguments `[batch, position, head, depth]` whose heads fill sublanes are not transposed."""
+    fn, extras = SCORES[name]
+    verify(fn, (*shapes(q=1100, d=128, dtype=dtype), *extras), ending=" 2 heads")
+
+
+@pytest.mark.parametrize("target", ["v5e", "v5p"])
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ({"q": 700, "heads": 16, "kv": 16}, 8),
+        ({"q": 640, "heads": 32, "kv": 8, "b": 2}, 8),
+        ({"q": 3, "k": 1500, "heads": 8, "kv": 8, "b": 2}, 8),
+        ({"q": 1100, "k": 1300, "heads": 4, "kv": 4, "d": 64, "dv": 128}, 4),
+        ({"q": 1500, "heads": 8, "kv": 2}, 2),
+    ],
+    ids=str,
+)
+def test_numbers_of_shapes_in_rows(sizes: dict[str, int], held: int, target: str) -> None:
+    args = shapes(**{"d": 128, **sizes}, dtype=BF16)
+    verify(attention(causal), args, target=target, ending=f" {held} heads")
+
+
+def test_rows_are_taken_as_they_lie_in_memory_only() -> None:
+    """Not where XLA has them in another order, or can transpose while it converts or computes."""
+
+    def in_rows(fn: Callable[..., Any], **sizes: Any) -> set[str]:
+        spec = spec_of(fn, shapes(**{"q": 1500, "d": 128, "dtype": BF16, **sizes}))
+        (candidate,) = GeneralAttention().candidates(spec, get_target("v6e"))
+        return {*dict(candidate.config).get("in_rows", ())}
+
+    plain = attention(causal)
+    everything = {"q", "k", "v", "out"}
+    assert in_rows(plain) == everything
+    assert in_rows(plain, heads=6, kv=3) == set()
+    assert in_rows(plain, d=64) == set()
+    assert in_rows(plain, d=64, dv=128) == {"v", "out"}
+    assert in_rows(plain, dtype=F16) == set()
+    assert in_rows(lambda q, k, v: plain(q, 2 * k, v)) == everything - {"k"}
+    assert in_rows(lambda q, k, v: 2 * plain(q, k, v)) == everything - {"out"}
+    assert in_rows(lambda q, k, v: plain(q, k[:, ::-1], v)) == everything - {"k"}
+
+    def moved(q: Array, k: Array, v: Array) -> Array:
+        return jnp.swapaxes(plain(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v))), 1, 2)
+
+    assert not spec_of(moved, shapes(q=2, heads=1500, kv=1500, d=128, dtype=BF16)).in_rows
 
 
 @pytest.mark.parametrize("length", [0, 1, 700, 1024, 3000])
