@@ -36,7 +36,7 @@ class Candidate:
     """
 
     label: str
-    config: tuple[tuple[str, int], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
 
 
 class Kernel(Hashable, Protocol):

@@ -131,6 +131,12 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
         if function is None or not _is_captured(function, extras):
             return No(f"the composite's {name} is no function of the documented type")
     roles = ir.DictAttr(attributes["roles"])
+
+    def captured(name: str) -> str:
+        if name not in attributes:
+            return ""
+        return _anonymous(table[ir.FlatSymbolRefAttr(attributes[name]).value])
+
     spec = AttentionSpec(
         arguments=tuple(array_type(operand.type) for operand in op.operands),
         result=array_type(op.results[0].type),
@@ -152,11 +158,8 @@ def _read(op: ir.Operation, module: ir.Module, leading: int) -> AttentionSpec | 
             for name, result in zip(("max_dims", "sum_dims"), list(op.results)[1:], strict=False)
             if name in attributes
         ),
-        **{
-            name: _anonymous(table[ir.FlatSymbolRefAttr(attributes[name]).value])
-            for name in ("probs", "sink")
-            if name in attributes
-        },
+        probs=captured("probs"),
+        sink=captured("sink"),
     )
     return replace(spec, in_rows=_in_rows(op, spec)) if leading == 3 else spec
 
@@ -174,7 +177,7 @@ def _in_rows(op: ir.Operation, spec: AttentionSpec) -> frozenset[str]:
     for name, value, dims, roles in sides:
         named = [tuple(n for n in dim.split("*") if spec.size(n) > 1) for dim in dims]
         wanted = [n for n in (*spec.batch_roles, *roles) if spec.size(n) > 1]
-        shape = tuple(math.prod(map(spec.size, part)) for part in (roles[1:-1], roles[-1:]))
+        shape = (math.prod(map(spec.size, roles[1:-1])), spec.size(roles[-1]))
         ends = _results_of_main if name == "out" else _argument_of_main
         for type_, names in ends(value, named, spec):
             in_order = [n for dim in names for n in dim] == wanted

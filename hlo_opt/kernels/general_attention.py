@@ -85,7 +85,7 @@ class GeneralAttention(AttentionKernel):
     def candidates(self, spec: AttentionSpec, target: Target) -> Sequence[Candidate]:
         q, k = _blocks(spec, target)
         limit = max(16, min(64, (target.info.vmem_capacity_bytes >> 20) * 3 // 4))
-        config = {"block_q": q, "block_k": k, "vmem": limit}
+        config: dict[str, Any] = {"block_q": q, "block_k": k, "vmem": limit}
         label = f"{self.name}, blocks q={q}, k={k}"
         if spec.in_rows and (layout := _in_rows(spec, target, q, k, limit << 20)):
             config |= layout
@@ -93,7 +93,8 @@ class GeneralAttention(AttentionKernel):
         return [Candidate(label, tuple(config.items()))]
 
     def build(self, spec: AttentionSpec, candidate: Candidate) -> Callable[..., Any]:
-        return Program(_widened(spec), **dict(candidate.config)).run
+        config: dict[str, Any] = dict(candidate.config)
+        return Program(_widened(spec), **config).run
 
 
 def _is_only_read(spec: AttentionSpec, argument: int) -> bool:
@@ -462,7 +463,7 @@ class Program:
         wide = statistics or self.spec.result.dtype == np.float16  # which Mosaic lacks
         out_type = jnp.float32 if wide else self.spec.result.dtype
         positions = self.group * self.queries if self.flat else self.queries
-        shape = (self.batch, self.heads, self.groups, positions)
+        shape: tuple[int, ...] = (self.batch, self.heads, self.groups, positions)
         outs = [(rows(1), (*shape, 1), jnp.float32)] * (2 * statistics)
         if "out" in self.in_rows:
             shape = (self.batch, self.queries, self.heads * self.group)
@@ -470,13 +471,13 @@ class Program:
         statistic = ((self.rows, LANES), jnp.float32)
         scratch = [statistic, statistic, ((self.rows, value_depth), jnp.float32)]
         scratch += [statistic] * self.guarded
-        for name, x, shape in (
+        for name, x, size in (
             ("q", q, (self.rows, depth)),
             ("k", k, (self.block_k, depth)),
             ("v", v, (self.block_k, value_depth)),
         ):
             if name in self.in_rows:
-                scratch.append((shape, x.dtype))
+                scratch.append((size, x.dtype))
         tables = (steps.query, steps.key.reshape(-1), steps.state.reshape(-1))
         return pl.pallas_call(
             lambda *refs: self._kernel(steps, *refs),
