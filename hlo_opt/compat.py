@@ -153,6 +153,16 @@ def interpreting() -> bool:
     return _INTERPRETING.get()
 
 
+def interpreter_stores_in_views() -> bool:
+    """Whether Pallas's interpreter can store to a bitcast or reshaped view.
+
+    JAX 0.10.2's cannot and 0.12's can. Versions between have not been tried, and are taken not to.
+    """
+    import jax
+
+    return jax.__version_info__ >= (0, 12)
+
+
 @contextlib.contextmanager
 def tracing(device_kind: str | None, precision: str, interpret: bool) -> Iterator[None]:
     """Settings for tracing a kernel, whatever the user's session has set.

@@ -570,7 +570,8 @@ class Program:
 
             _for_each(self.held, start)
             if "q" in self.in_rows:
-                _copy_heads(q.at[0], self._by_query_head(queries))
+                for head, tile in _heads(q.at[0]):
+                    queries[self._place(head)] = tile
 
         moved = [
             (x, copy)
@@ -583,7 +584,8 @@ class Program:
             @pl.when((kind != CLOSED) & ((first == 0) | (j != before)))
             def _() -> None:
                 for x, copy in moved:
-                    _copy_heads(x.at[0], copy)
+                    for head, tile in _heads(x.at[0]):
+                        copy[head] = tile
 
         def attend(opened: Analysis | None, head: Any) -> None:
             self._attend(
@@ -611,15 +613,18 @@ class Program:
             if "out" not in self.in_rows:
                 _for_each(self.held, finish)
                 return
-            heads = [self._by_query_head(x) for x in scratch]
             pack = at_once(outs[0].dtype)
             for first in range(0, self.held * self.group, pack):
-                found = [self._results([x.at[first + n] for x in heads]) for n in range(pack)]
+                places = [self._place(first + n) for n in range(pack)]
+                found = [self._results([x.at[place] for x in scratch]) for place in places]
                 store(outs[0].at[0], first, [tile for (tile,) in found])
 
-    def _by_query_head(self, ref: Any) -> Any:
-        """`[held, rows, n]` as `[query head, query, n]`."""
-        return ref.reshape(self.held * self.groups, self.block_q, ref.shape[-1])
+    def _place(self, number: int) -> tuple[Any, ...]:
+        """Where a block's query head is in what is held as `[head, row, n]`."""
+        from jax.experimental import pallas as pl
+
+        head, number = divmod(number, self.groups)
+        return head, pl.ds(number * self.block_q, self.block_q)
 
     def _results(self, scratch: Sequence[Any]) -> list[Any]:
         """A head's results once all keys are seen: what was summed, or its average."""
@@ -818,11 +823,10 @@ def _for_each(count: int, body: Callable[[Any], None]) -> None:
         jax.lax.fori_loop(0, count, lambda n, _: body(n), None)
 
 
-def _copy_heads(ref: Any, to: Any) -> None:
-    """Copies `[position, head, depth]` to `[head, position, depth]`."""
+def _heads(ref: Any) -> Iterator[tuple[int, Any]]:
+    """Number and tile `[position, depth]` of every head of `[position, head, depth]`."""
     for first in range(0, ref.shape[1], at_once(ref.dtype)):
-        for number, tile in enumerate(load(ref, first)):
-            to[first + number] = tile
+        yield from enumerate(load(ref, first), first)
 
 
 def _interval(x: Any) -> Fact:
